@@ -152,7 +152,10 @@ def read_header(path: str | os.PathLike[str]) -> Header:
         ) from trouble
     if not isinstance(table, dict):
         raise CheckpointError(
-            "A safetensors header holds no object.", file=path, found=type(table).__name__, fix=again
+            "A safetensors header holds no object.",
+            file=path,
+            found=type(table).__name__,
+            fix=again,
         )
     metadata = table.pop("__metadata__", {})
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):

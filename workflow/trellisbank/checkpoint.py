@@ -1,0 +1,209 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A source or a release as one thing: configuration, tensor names, weights whatever their format.
+
+Nothing in a checkpoint is trusted: names never lead out of its folder, headers are checked before
+their tensors are read, and no code or pickle of it is ever run.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trellisbank.errors import CheckpointError, FormatError
+from trellisbank.files import read_json
+from trellisbank.formats import fp8_block, mxfp4
+from trellisbank.safetensors_io import Header, TensorInfo, read_header, read_rows, read_tensor
+
+MODEL_TYPE = "deepseek_v41"
+INDEX = "model.safetensors.index.json"
+GROUPS: dict[str, tuple[str, ...]] = {"gate_up": ("w1", "w3"), "down": ("w2",)}
+
+
+def expert_stem(layer: int, expert: int, matrix: str) -> str:
+    """Return the name, up to its last part, of matrix `w1`, `w2` or `w3` of a routed expert."""
+    return f"layers.{layer}.ffn.experts.{expert}.{matrix}"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """An opened checkpoint; headers are read once, tensors each time they are asked for."""
+
+    path: Path
+    config: dict[str, Any]
+    weight_map: dict[str, str]
+    _headers: dict[str, Header] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return sorted(self.weight_map)
+
+    @property
+    def shards(self) -> list[str]:
+        """File names of all shards, sorted."""
+        return sorted(set(self.weight_map.values()))
+
+    def has(self, name: str) -> bool:
+        """Whether the index lists the tensor."""
+        return name in self.weight_map
+
+    def shard_of(self, name: str) -> str:
+        """File name of the shard that holds the tensor; CheckpointError if the index lacks it."""
+        try:
+            return self.weight_map[name]
+        except KeyError:
+            raise CheckpointError(
+                "A tensor is missing from the index.",
+                file=self.path / INDEX,
+                tensor=name,
+                expected="the tensor in weight_map",
+                found=f"{len(self.weight_map)} other tensors",
+                fix="check that config.json and index belong to one checkpoint",
+            ) from None
+
+    def header(self, shard: str) -> Header:
+        """Checked header of a shard."""
+        if shard not in self._headers:
+            self._headers[shard] = read_header(self.path / shard)
+        return self._headers[shard]
+
+    def info(self, name: str) -> TensorInfo:
+        """Dtype, shape and place of a tensor, from its shard's header."""
+        header = self.header(self.shard_of(name))
+        if name not in header.tensors:
+            raise CheckpointError(
+                "The index names a shard that does not hold the tensor.",
+                file=header.path,
+                tensor=name,
+                expected="the tensor in the shard's header",
+                found=f"{len(header.tensors)} other tensors",
+                fix="check that index and shards come from one download",
+            )
+        return header.tensors[name]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor exactly as stored."""
+        self.info(name)
+        return read_tensor(self.header(self.shard_of(name)), name)
+
+    def stored_as(self, stem: str) -> str:
+        """Format of a weight: `exl3`, `mxfp4`, `fp8_block` or `plain`."""
+        if self.has(f"{stem}.trellis"):
+            return "exl3"
+        dtype = self.info(f"{stem}.weight").dtype
+        return {"I8": "mxfp4", "F8_E4M3": "fp8_block"}.get(dtype, "plain")
+
+    def weight(self, stem: str) -> torch.Tensor:
+        """A weight in working precision.
+
+        Args:
+            stem: Name without its last part, for example `layers.3.attn.wq_a`.
+
+        Returns:
+            [out, in]: bf16, exact for MXFP4 and FP8 and rounded once from fp32 for EXL3; a plain
+            tensor keeps its dtype.
+
+        Raises:
+            CheckpointError: Missing tensor.
+            FormatError: Codes or scales that do not follow their format.
+        """
+        kind = self.stored_as(stem)
+        try:
+            if kind == "exl3":
+                return self._exl3(stem)
+            weight = self.tensor(f"{stem}.weight")
+            if kind == "plain":
+                return weight
+            scale = self.tensor(f"{stem}.scale")
+            decode = mxfp4.dequantize if kind == "mxfp4" else fp8_block.dequantize
+            return decode(weight, scale)
+        except FormatError as trouble:
+            raise self._located(trouble, stem) from trouble
+
+    def rows(self, stem: str, ids: torch.Tensor) -> torch.Tensor:
+        """Rows of an FP8 table (Engram) by byte range; the table is never read whole.
+
+        Args:
+            stem: Name without its last part.
+            ids: int64 [n].
+
+        Returns:
+            bf16 [n, width].
+
+        Raises:
+            CheckpointError: An id outside the table.
+            FormatError: Codes or scales that do not follow their format.
+        """
+        parts = []
+        for name in (f"{stem}.weight", f"{stem}.scale"):
+            self.info(name)
+            parts.append(read_rows(self.header(self.shard_of(name)), name, ids))
+        try:
+            return fp8_block.dequantize(parts[0], parts[1], fp8_block.ROW_BLOCK)
+        except FormatError as trouble:
+            raise self._located(trouble, stem) from trouble
+
+    def _exl3(self, stem: str) -> torch.Tensor:
+        from trellisbank.formats import trellis
+
+        parts = {name: self.tensor(f"{stem}.{name}") for name in ("trellis", "suh", "svh")}
+        codebook = "3inst"
+        for marker in ("mul1", "mcg"):
+            if self.has(f"{stem}.{marker}"):
+                trellis.check_marker(marker, int(self.tensor(f"{stem}.{marker}")))
+                codebook = marker
+        weight = trellis.decode(
+            parts["trellis"].numpy(), parts["suh"].numpy(), parts["svh"].numpy(), codebook
+        )
+        return torch.from_numpy(weight).T.to(torch.bfloat16).contiguous()
+
+    def _located(self, trouble: FormatError, stem: str) -> FormatError:
+        fields = {k: v for k, v in trouble.fields.items() if k in ("expected", "found", "fix")}
+        shard = next(shard for name, shard in self.weight_map.items() if name.startswith(stem))
+        return FormatError(trouble.what, file=self.path / shard, tensor=stem, **fields)  # type: ignore[arg-type]
+
+
+def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
+    """Open a checkpoint folder: read and check config.json and the index, no tensor yet.
+
+    Raises:
+        CheckpointError: A file is missing or malformed, the architecture is not one we know, or
+            the index names a file outside the folder.
+    """
+    path = Path(path)
+    config = read_json(path / "config.json")
+    if config.get("model_type") != MODEL_TYPE:
+        raise CheckpointError(
+            "The checkpoint has an architecture that this project does not know.",
+            file=path / "config.json",
+            tensor="model_type",
+            expected=MODEL_TYPE,
+            found=config.get("model_type"),
+            fix="point `source` at a DeepSeek-V4.1-Flash-style checkpoint",
+        )
+    weight_map = read_json(path / INDEX).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(
+            "The index has no weight_map.",
+            file=path / INDEX,
+            expected="an object from tensor name to shard file",
+            found=type(weight_map).__name__,
+            fix="restore the index from the checkpoint's origin",
+        )
+    for name, shard in weight_map.items():
+        plain = isinstance(shard, str) and shard == os.path.basename(shard) and "\0" not in shard
+        if not plain or not shard.endswith(".safetensors") or shard.startswith("."):
+            raise CheckpointError(
+                "The index names a shard outside the checkpoint's folder.",
+                file=path / INDEX,
+                tensor=name,
+                expected="the plain name of a .safetensors file beside the index",
+                found=shard,
+                fix="do not use this checkpoint before you know where it comes from",
+            )
+    return Checkpoint(path, config, weight_map)
