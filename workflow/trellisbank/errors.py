@@ -16,7 +16,8 @@ class TrellisbankError(Exception):
     Args:
         what: One sentence that names the trouble.
         file: File or folder concerned.
-        tensor: Tensor, module or configuration key concerned.
+        tensor: Tensor or module concerned.
+        key: Configuration key concerned.
         layer: Body layer, counted from 0.
         expert: Routed expert, counted from 0.
         expected: What a good input holds here.
@@ -30,6 +31,7 @@ class TrellisbankError(Exception):
         *,
         file: str | os.PathLike[str] | None = None,
         tensor: str | None = None,
+        key: str | None = None,
         layer: int | None = None,
         expert: int | None = None,
         expected: object = None,
@@ -41,6 +43,7 @@ class TrellisbankError(Exception):
         fields = {
             "file": None if file is None else os.fspath(file),
             "tensor": tensor,
+            "key": key,
             "layer": layer,
             "expert": expert,
             "expected": expected,

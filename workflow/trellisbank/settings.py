@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workflow's configuration: checked against its schema, completed with the defaults in it."""
+
+from __future__ import annotations
+
+import copy
+import os
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import ValidationError, best_match
+
+from trellisbank.errors import ConfigError
+
+
+def load_settings(
+    config: dict[str, Any], schema_path: str | os.PathLike[str], name: str = ""
+) -> dict[str, Any]:
+    """Return a checked copy of a configuration with every default filled in.
+
+    Args:
+        config: What the YAML file and the command line gave.
+        schema_path: JSON schema (2020-12) in YAML; defaults are taken from it.
+        name: The configuration file, for messages.
+
+    Raises:
+        ConfigError: An unknown key, a value out of its bounds, or keys that contradict one
+            another; the message names the key and shows what it may hold.
+    """
+    with open(schema_path, encoding="utf-8") as handle:
+        schema = yaml.safe_load(handle)
+    settings = copy.deepcopy(config)
+    _fill_defaults(settings, schema, schema)
+    error = best_match(Draft202012Validator(schema).iter_errors(settings))
+    if error is not None:
+        raise _config_error(error, name)
+    _cross_check(settings, name)
+    return settings
+
+
+def _fill_defaults(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> None:
+    if "$ref" in schema:
+        schema = root["$defs"][schema["$ref"].rsplit("/", 1)[1]]
+    if not isinstance(value, dict):
+        return
+    for name, part in schema.get("properties", {}).items():
+        if name not in value and "default" in part:
+            value[name] = copy.deepcopy(part["default"])
+        if name in value:
+            _fill_defaults(value[name], part, root)
+    extra = schema.get("additionalProperties")
+    if isinstance(extra, dict):
+        for name in value.keys() - schema.get("properties", {}).keys():
+            _fill_defaults(value[name], extra, root)
+
+
+def _config_error(error: ValidationError, file: str) -> ConfigError:
+    where = ".".join(str(part) for part in error.absolute_path) or "(top level)"
+    fix = "see config/README.md"
+    if error.validator == "additionalProperties" and isinstance(error.instance, dict):
+        known = sorted(error.schema.get("properties", {}))
+        fix = f"remove or rename the key; known keys here: {', '.join(known)}"
+    elif description := error.schema.get("description"):
+        fix = str(description)
+    return ConfigError(
+        f"The configuration cannot be used: {error.message}.",
+        file=file or None,
+        key=where,
+        expected=error.schema.get("enum") or error.schema.get("type"),
+        found=error.instance if not isinstance(error.instance, dict) else None,
+        fix=fix,
+    )
+
+
+def _cross_check(settings: dict[str, Any], file: str) -> None:
+    names = list(settings["panels"]) + list(settings["recipes"])
+    for name in names:
+        if name == "source" or names.count(name) > 1 or name.startswith("split"):
+            raise ConfigError(
+                "A panel or recipe has a name that is taken.",
+                file=file or None,
+                key=name,
+                expected="names other than `source`, `split...`, each used once",
+                fix=f"rename {name!r} in the configuration",
+            )
+    calibration = settings["calibration"]
+    if calibration["splits"] > calibration["windows"]:
+        raise ConfigError(
+            "There are more splits than calibration windows.",
+            file=file or None,
+            key="calibration.splits",
+            expected=f"at most {calibration['windows']}",
+            found=calibration["splits"],
+            fix=f"splits: {calibration['windows']}",
+        )
