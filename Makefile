@@ -16,7 +16,8 @@ PYTHON ?= $(firstword $(foreach name,python3.13 python3.12 python3.11 python3,\
 
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet
+# Twice quiet: a machine with several package sources prints a warning for each of them and package.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install -qq
 # The lock is complete, so nothing is resolved; torch is the exception (envs/torch.txt).
 PIP_LOCKED := $(PIP) --require-hashes --no-deps --no-build-isolation --use-pep517
 
