@@ -7,6 +7,7 @@ later layers read; each slot is overwritten by its next writer.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -47,9 +48,12 @@ class Slots:
     """bool ``[rows, S, n]``: the pool that later selections draw from."""
 
 
+AnySlots = TypeVar("AnySlots", bound=Slots)
+
+
 def attention(
-    cfg: ModelConfig, layer: int, x: Tensor, weights: Weights, slots: Slots
-) -> tuple[Tensor, Slots]:
+    cfg: ModelConfig, layer: int, x: Tensor, weights: Weights, slots: AnySlots
+) -> tuple[Tensor, AnySlots]:
     """Attention of all positions of some rows at once, starting at position 0.
 
     Args:
@@ -87,8 +91,8 @@ def attention(
 
 
 def _publish(
-    cfg: ModelConfig, layer: int, x: Tensor, latent: Tensor, weights: Weights, slots: Slots
-) -> Slots:
+    cfg: ModelConfig, layer: int, x: Tensor, latent: Tensor, weights: Weights, slots: AnySlots
+) -> AnySlots:
     """Write the slots that this layer is the source of."""
     ratio = cfg.compress_ratios[layer]
     table = rotary_table(cfg, True, x.shape[1], x.device)
@@ -138,7 +142,7 @@ def compress(cfg: ModelConfig, ratio: int, x: Tensor, weights: Weights) -> Tenso
 
 
 def visible(length: int, count: int, ratio: int, device: torch.device) -> Tensor:
-    """bool ``[S, n]``: query ``i`` sees latent ``t`` once its whole group is at or before ``i``."""
+    """Query ``i`` sees latent ``t`` once its group is complete at ``i``: bool ``[S, n]``."""
     queries = torch.arange(1, length + 1, device=device).unsqueeze(1)
     return torch.arange(count, device=device) < queries // ratio
 
@@ -230,7 +234,7 @@ def attend(query: Tensor, keys: Tensor, positions: Tensor, sink: Tensor) -> Tens
         own = F.embedding(where.clamp_min(0) + offset, flat).float()
         scores = (part.float() @ own.mT) * width**-0.5
         scores = scores.masked_fill((where < 0).unsqueeze(-2), -torch.inf)
-        highest = scores.amax(-1, keepdim=True)
+        highest = scores.detach().amax(-1, keepdim=True)  # cancels, so has no gradient
         raised = torch.exp(scores - highest)
         total = raised.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - highest)
         parts.append(((raised.to(BF16).float() @ own) / total).to(BF16))

@@ -23,6 +23,32 @@ FIXED = {
 }
 
 
+POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "hc_mult",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "index_n_heads",
+    "index_topk",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "hc_sinkhorn_iters",
+    "candidate_block_size",
+    "candidate_topk_blocks",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_compressed_vocab_size",
+    "max_position_embeddings",
+)
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """Sizes and constants of the text model; a field is named as its key in ``text_config``.
@@ -176,14 +202,7 @@ def _value(flat: Mapping[str, Any], name: str, kind: object) -> Any:
 
 def _check_sizes(cfg: ModelConfig) -> None:
     """Refuse sizes with which a formula of the forward has no meaning."""
-    positive = (
-        "vocab_size hidden_size num_hidden_layers hc_mult num_attention_heads head_dim "
-        "q_lora_rank o_groups o_lora_rank sliding_window index_n_heads index_topk "
-        "n_routed_experts num_experts_per_tok moe_intermediate_size hc_sinkhorn_iters "
-        "candidate_block_size candidate_topk_blocks engram_n_heads engram_head_dim "
-        "engram_compressed_vocab_size max_position_embeddings"
-    ).split()
-    for name in positive:
+    for name in POSITIVE:
         if getattr(cfg, name) < 1:
             raise _bad(f"text_config.{name} is out of range", "at least 1", getattr(cfg, name))
     rotary = cfg.qk_rope_head_dim

@@ -47,7 +47,8 @@ def engram(cfg: ModelConfig, stream: Tensor, memory: Tensor, weights: Weights) -
     norms = torch.rsqrt(wide.square().mean(-1) + eps) * torch.rsqrt(keys.square().mean(-1) + eps)
     match = match * norms * width**-0.5
     gate = torch.sigmoid(torch.copysign(match.abs().clamp_min(GATE_FLOOR).sqrt(), match))
-    return (wide + gate.unsqueeze(-1) * value.unsqueeze(-2)).to(BF16)
+    added: Tensor = gate.unsqueeze(-1) * value.unsqueeze(-2)
+    return (wide + added).to(BF16)
 
 
 def unique_rows(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
@@ -55,7 +56,8 @@ def unique_rows(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
     def rows(ids: Tensor) -> Tensor:
         distinct, place = ids.unique(return_inverse=True)
-        return read(distinct)[place]
+        found: Tensor = read(distinct)[place]
+        return found
 
     return rows
 
@@ -115,10 +117,9 @@ def _compress(text: str) -> np.ndarray:
     ids = []
     for token in range(tokenizer.get_vocab_size(with_added_tokens=True)):
         plain = tokenizer.decode([token], skip_special_tokens=False)
-        if "\ufffd" in plain:  # part of a character: its own vocabulary string tells it apart
-            key = tokenizer.id_to_token(token)
-        else:
-            key = alike.normalize_str(plain) or plain
+        # Part of a character decodes to U+FFFD: its own vocabulary string tells it apart.
+        own = tokenizer.id_to_token(token) if "\ufffd" in plain else None
+        key = own or alike.normalize_str(plain) or plain
         ids.append(seen.setdefault(key, len(seen)))
     table = np.array(ids, dtype=np.int64)
     table.setflags(write=False)

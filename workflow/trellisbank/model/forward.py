@@ -5,8 +5,8 @@ A row's result depends on its own ids alone. With ``rows_at_once=1`` (the defaul
 the last bit, whatever other rows are run beside it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import fields
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from torch import Tensor
 
 from trellisbank.checkpoint import Checkpoint, open_checkpoint
 from trellisbank.errors import ForwardError
-from trellisbank.model.attention import Slots, Weights, attention
+from trellisbank.model.attention import Weights, attention
 from trellisbank.model.config import ModelConfig, model_config
 from trellisbank.model.engram import compressed_tokens, engram, hash_ids
 from trellisbank.model.hyper_connections import expand, mixes
 from trellisbank.model.moe import ExpertWeights, moe, route
 from trellisbank.model.primitives import BF16, collapse, rms_norm
-from trellisbank.model.state import Capture, State, load_state, save_state
+from trellisbank.model.state import Capture, State, join, join_states, load_state, save_state
 from trellisbank.model.weights import (
     expert_reader,
     load_layer,
@@ -130,10 +130,10 @@ def run_layer(
         hashes: int64 ``[rows, S, columns]``; Engram layers only.
         rows_at_once: rows in one product. Above 1 (training) results may differ in last bits.
     """
-    total = len(state.stream)
-    mids: list[State] = []
-    posts, combs, inputs, chosen, routing = [], [], [], [], []
-    for start in range(0, total, rows_at_once):
+    after: list[State] = []
+    combs: list[Tensor] = []
+    captured: list[tuple[Tensor, Tensor, Tensor, Tensor]] = []
+    for start in range(0, len(state.stream), rows_at_once):
         part = slice(start, start + rows_at_once)
         own = state.rows(part)
         stream = own.stream
@@ -142,21 +142,18 @@ def run_layer(
             stream = engram(cfg, stream, memory(hashes[part]), weights)
         pre, post, comb = mixes(cfg, stream, *_mix_weights(weights, "hc_attn"))
         x = rms_norm(collapse(own.pre_mix, stream), weights["attn_norm"], cfg.rms_norm_eps)
-        output, slots = attention(cfg, layer, x, weights, own)
+        output, own = attention(cfg, layer, x, weights, own)
         stream = expand(output, stream, post, comb)
-        # What this sublayer reads was decided by the one before; `pre_mix` goes to the next layer.
+        # What a sublayer reads was decided by the one before: `pre` here, and `pre_mix` is for
+        # the next layer.
         pre_mix, post, comb = mixes(cfg, stream, *_mix_weights(weights, "hc_ffn"))
         x = rms_norm(collapse(pre, stream), weights["ffn_norm"], cfg.rms_norm_eps)
-        picked, share = route(cfg, x, weights["ffn.gate"], weights["ffn.gate.bias"])
-        held = {f.name: getattr(slots, f.name) for f in fields(Slots)}
-        mids.append(State(**held | {"stream": stream, "pre_mix": pre_mix}))
-        posts.append(post)
+        chosen, routing = route(cfg, x, weights["ffn.gate"], weights["ffn.gate.bias"])
+        after.append(replace(own, stream=stream, pre_mix=pre_mix))
         combs.append(comb)
-        inputs.append(x)
-        chosen.append(picked)
-        routing.append(share)
-    capture = Capture(_join(inputs), _join(chosen), _join(routing), _join(posts))
-    del inputs, chosen, routing
+        captured.append((x, chosen, routing, post))
+    capture = Capture(*(join(parts) for parts in zip(*captured, strict=True)))
+    del captured
     output = moe(
         cfg,
         capture.ffn_input,
@@ -166,24 +163,15 @@ def run_layer(
         shared_expert(weights),
         by_row=rows_at_once == 1,
     )
-    streams = []
-    slots_of_rows = {
-        f.name: _join([getattr(mid, f.name) for mid in mids])
-        for f in fields(State)
-        if f.name != "stream" and getattr(mids[0], f.name) is not None
-    }
-    for place, part_output in enumerate(output.split(rows_at_once)):
-        streams.append(expand(part_output, mids[place].stream, posts[place], combs[place]))
-        mids[place] = mids[place].rows(slice(0, 0))  # lets go of the stream
-    return State(stream=_join(streams), **slots_of_rows), capture
+    for place, comb in enumerate(combs):
+        part = slice(place * rows_at_once, (place + 1) * rows_at_once)
+        stream = expand(output[part], after[place].stream, capture.ffn_post[part], comb)
+        after[place] = replace(after[place], stream=stream)
+    return join_states(after), capture
 
 
 def _mix_weights(weights: Weights, part: str) -> tuple[Tensor, Tensor, Tensor]:
     return weights[f"{part}_fn"], weights[f"{part}_base"], weights[f"{part}_scale"]
-
-
-def _join(parts: Sequence[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
 
 
 def finish(

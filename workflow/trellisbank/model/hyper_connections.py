@@ -48,7 +48,7 @@ def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
     Ends on columns: they sum to one, rows only nearly.
     """
     # Spelt out: the library's softmax differs in the last bit.
-    raised = torch.exp(logits - logits.amax(-1, keepdim=True))
+    raised = torch.exp(logits - logits.detach().amax(-1, keepdim=True))
     comb = raised / raised.sum(-1, keepdim=True) + eps
     comb = comb / (comb.sum(-2, keepdim=True) + eps)
     for _ in range(rounds - 1):

@@ -2,7 +2,8 @@
 """What crosses from layer to layer, what a layer leaves for calibration, and their files."""
 
 import re
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -23,15 +24,26 @@ class State(Slots):
     pre_mix: Tensor
     """fp32 ``[rows, S, C]``: how the next layer's attention collapses the copies."""
 
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that have been written, by name."""
+        held = {f.name: getattr(self, f.name) for f in fields(self)}
+        return {name: tensor for name, tensor in held.items() if tensor is not None}
+
     def rows(self, part: slice) -> "State":
         """Some of the rows, as views."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: None if v is None else v[part] for k, v in held.items()})
+        return State(**{name: tensor[part] for name, tensor in self.tensors.items()})
 
-    def to(self, device: torch.device | str) -> "State":
-        """The same on another device."""
-        held = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{k: None if v is None else v.to(device) for k, v in held.items()})
+
+def join(parts: Sequence[Tensor]) -> Tensor:
+    """Rows of several tensors as one; a single one is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def join_states(parts: Sequence[State]) -> State:
+    """Rows of several states after the same layer as one."""
+    held = [part.tensors for part in parts]
+    return State(**{name: join([tensors[name] for tensors in held]) for name in held[0]})
 
 
 @dataclass(frozen=True)
@@ -87,11 +99,8 @@ def save_state(path: Path | str, state: State, layer: int, capture: Capture | No
     ``[rows, S, n]``; slots that no layer has written are absent. ``ffn_input`` bf16,
     ``route_indices`` int64, ``route_weights`` fp32. The metadata holds the layer.
     """
-    tensors = {
-        name: getattr(state, name).to(dtype)
-        for name, dtype in STATE_DTYPES.items()
-        if getattr(state, name) is not None
-    }
+    held = state.tensors
+    tensors = {name: held[name].to(dtype) for name, dtype in STATE_DTYPES.items() if name in held}
     if capture is not None:
         tensors |= {name: getattr(capture, name) for name in CAPTURED}
     write_tensors(path, tensors, {"layer": str(layer)})
@@ -146,4 +155,4 @@ def load_state(
             )
     if "candidates" in held:
         held["candidates"] = held["candidates"].bool()
-    return State(**held).to(device), int(layer)
+    return State(**{name: tensor.to(device) for name, tensor in held.items()}), int(layer)

@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The forward as the workflow runs it: one layer of one set of rows a job, state by state."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from trellisbank.checkpoint import open_checkpoint
+from trellisbank.files import write_json
+from trellisbank.model.config import model_config
+from trellisbank.model.forward import (
+    advance,
+    check_rows,
+    finish,
+    first_state,
+    layer_statistics,
+    load_shared,
+)
+from trellisbank.model.state import CAPTURED, load_state, save_state
+from trellisbank.rows import read_ids
+from trellisbank.safetensors_io import write_tensors
+
+Pathlike = str | os.PathLike[str]
+
+
+@torch.inference_mode()
+def stream_layer(
+    *,
+    checkpoint: Pathlike,
+    layer: int,
+    rows: Pathlike,
+    state_before: Pathlike | None,
+    state_after: Pathlike,
+    stats: Pathlike,
+    capture: Pathlike | None = None,
+    device: str = "cpu",
+) -> None:
+    """Take a state file through one layer.
+
+    Memory is the state, the layer's dense weights and one expert at a time.
+
+    Args:
+        checkpoint: Folder of source or release.
+        layer: Body layer.
+        rows: Rows file with `input_ids`.
+        state_before: State after the layer before; None for layer 0.
+        state_after: Written: the state after this layer.
+        stats: Written: routing counts, gain and non-finite counts as JSON.
+        capture: Written unless None: `ffn_input`, `route_indices`, `route_weights`.
+        device: torch device.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ForwardError: Rows and state do not fit.
+    """
+    opened = open_checkpoint(checkpoint)
+    cfg = model_config(opened.config)
+    ids = read_ids(rows)
+    check_rows(cfg, ids, Path(rows))
+    if state_before is None:
+        before = first_state(cfg, ids, load_shared(opened, cfg, "embed", device))
+    else:
+        before, _ = load_state(Path(state_before), cfg, device)
+    after, captured = advance(opened, cfg, layer, ids, before)
+    save_state(Path(state_after), after, layer)
+    if capture is not None:
+        write_tensors(capture, {name: getattr(captured, name) for name in CAPTURED})
+    write_json(
+        stats,
+        {
+            "schema": "trellisbank/layer-statistics/1",
+            "layer": layer,
+            **layer_statistics(cfg, after, captured),
+        },
+    )
+
+
+@torch.inference_mode()
+def finish_rows(
+    *, checkpoint: Pathlike, rows: Pathlike, state: Pathlike, hidden: Pathlike, device: str = "cpu"
+) -> None:
+    """Write `final_hidden` (bf16 [rows, S, D]) and `nll` (fp32 [rows, S-1], nats) of a last state.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ForwardError: Rows and state do not fit.
+    """
+    opened = open_checkpoint(checkpoint)
+    cfg = model_config(opened.config)
+    ids = read_ids(rows)
+    last, _ = load_state(Path(state), cfg, device)
+    norm, head = (load_shared(opened, cfg, name, device) for name in ("norm", "head"))
+    final_hidden, nll = finish(cfg, last, ids, norm, head)
+    write_tensors(hidden, {"final_hidden": final_hidden, "nll": nll})
