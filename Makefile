@@ -43,7 +43,7 @@ lint: $(VENV)/installed-dev ## formatting, types, import rules, the workflow's o
 	$(BIN)/ruff format --check
 	$(BIN)/snakefmt --check Snakefile rules
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/snakemake --lint
 
 .PHONY: check-tiny
@@ -56,7 +56,7 @@ bench: $(VENV)/installed-$(LOCK) ## encoder speed
 
 .PHONY: clean
 clean: ## remove the environment and caches; results and their records stay
-	rm -rf $(VENV) build workflow/trellisbank.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build workflow/trellisbank.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
 	find workflow tests resources benchmarks -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:
