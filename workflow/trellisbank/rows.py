@@ -7,6 +7,7 @@ its texts. A panel drops every window that shares a long n-gram with the calibra
 
 from __future__ import annotations
 
+import glob
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +43,27 @@ def read_ids(path: str | os.PathLike[str]) -> torch.Tensor:
             fix="write rows with the build_rows rule, or save `input_ids` as int64",
         )
     return ids.to(torch.int64)
+
+
+def find_texts(patterns: Sequence[str]) -> list[str]:
+    """Return the files that names and patterns stand for, in their order, each pattern sorted.
+
+    Raises:
+        ConfigError: A name or pattern without a file.
+    """
+    found: list[str] = []
+    for pattern in patterns:
+        files = sorted(glob.glob(pattern))
+        if not files:
+            raise ConfigError(
+                "A text of the rows does not exist.",
+                file=pattern,
+                expected="a file, or a pattern that some file fits",
+                found="nothing",
+                fix="correct `texts` in the configuration",
+            )
+        found += files
+    return found
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
@@ -91,7 +113,7 @@ def _ngrams(rows: np.ndarray[Any, Any]) -> set[bytes]:
 def build_rows(
     *,
     texts: Sequence[str | os.PathLike[str]],
-    checkpoint: str | os.PathLike[str],
+    tokenizer_path: str | os.PathLike[str],
     separator: int,
     window: int,
     windows: int,
@@ -106,7 +128,7 @@ def build_rows(
 
     Args:
         texts: UTF-8 files, in this order.
-        checkpoint: Folder with tokenizer.json.
+        tokenizer_path: tokenizer.json of the checkpoint.
         separator: Token id before each text.
         window: Tokens a window.
         windows: Windows of all parts together.
@@ -119,7 +141,7 @@ def build_rows(
         ConfigError: The texts are too short for the windows asked for.
     """
     paths = [Path(text) for text in texts]
-    tokenizer = load_tokenizer(Path(checkpoint) / "tokenizer.json")
+    tokenizer = load_tokenizer(tokenizer_path)
     stream = text_ids(tokenizer, paths, separator)
     cut = stream[: stream.size // window * window].reshape(-1, window)
     shared = dict.fromkeys(exclude or {}, 0)
@@ -149,7 +171,7 @@ def build_rows(
         {
             "schema": "trellisbank/rows/1",
             "texts": [{"name": path.name, "blake3": blake3_file(path)} for path in paths],
-            "tokenizer": blake3_file(Path(checkpoint) / "tokenizer.json"),
+            "tokenizer": blake3_file(tokenizer_path),
             "separator": separator,
             "window_tokens": window,
             "windows": [

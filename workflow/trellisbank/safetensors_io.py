@@ -207,6 +207,8 @@ def tensor_info(header: Header, name: str) -> TensorInfo:
 
 
 def _as_tensor(data: np.ndarray[Any, Any], dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    if not data.size:  # numpy gives it a stride that torch cannot view
+        return torch.empty(tuple(shape), dtype=DTYPES[dtype])
     return torch.from_numpy(data).view(DTYPES[dtype]).reshape(tuple(shape))
 
 

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+# What all rules share: the checked configuration, the names that wildcards take, small helpers.
+import re
+from pathlib import Path
+
+from snakemake.exceptions import WorkflowError
+
+from trellisbank.checkpoint import open_checkpoint
+from trellisbank.errors import TrellisbankError
+from trellisbank.model.config import model_config
+from trellisbank.provenance.digest import code_digest
+from trellisbank.rows import find_texts
+from trellisbank.settings import load_settings
+
+try:
+    settings = load_settings(config, Path(workflow.basedir) / "config/schema.yaml", "configuration")
+    SOURCE = open_checkpoint(settings["source"])
+    MODEL = model_config(SOURCE.config)
+    CALIBRATION_TEXTS = find_texts(settings["calibration"]["texts"])
+    PANEL_TEXTS = {name: find_texts(panel["texts"]) for name, panel in settings["panels"].items()}
+except TrellisbankError as trouble:
+    raise WorkflowError(str(trouble)) from None
+
+RUN = f"{settings['results']}/{settings['run']}"
+CALIBRATION, PANELS, RECIPES = settings["calibration"], settings["panels"], settings["recipes"]
+SPLITS = [f"split{number}" for number in range(CALIBRATION["splits"])]
+SHARDS = [shard.removesuffix(".safetensors") for shard in SOURCE.shards]
+LAYERS = [f"L{layer:02d}" for layer in range(MODEL.num_hidden_layers)]
+BLOCKS = [
+    f"B{block:02d}"
+    for block in range(-(-MODEL.n_routed_experts // settings["encode"]["experts_per_block"]))
+]
+
+
+pathvars:
+    run=RUN,
+
+
+wildcard_constraints:
+    shard="|".join(map(re.escape, SHARDS)),
+    layer="|".join(LAYERS),
+    block="|".join(BLOCKS),
+    split="|".join(SPLITS),
+    panel="|".join(map(re.escape, PANELS)),
+    rows="|".join(map(re.escape, [*SPLITS, *PANELS])),
+    recipe="|".join(map(re.escape, RECIPES)),
+    checkpoint="|".join(map(re.escape, ["source", *RECIPES])),
+
+
+def code(rule_name):
+    """Digest of the code that a rule runs: a changed digest reruns it, a comment does not."""
+    return code_digest(Path(workflow.basedir) / f"workflow/scripts/{rule_name}.py")
+
+
+def number(name):
+    """Number in a wildcard such as L07, B03 or split2."""
+    return int(re.sub(r"\D", "", name))
+
+
+def shards_of(layer):
+    """Shards that hold tensors of a body layer."""
+    prefix = f"layers.{number(layer)}."
+    return sorted(
+        {
+            shard.removesuffix(".safetensors")
+            for name, shard in SOURCE.weight_map.items()
+            if name.startswith(prefix)
+        }
+    )
+
+
+# Shards of each layer, found once: input functions ask for every job.
+LAYER_SHARDS = {layer: shards_of(layer) for layer in LAYERS}
+HEAD_SHARDS = sorted(
+    {SOURCE.shard_of(name).removesuffix(".safetensors") for name in ("head.weight", "norm.weight")}
+)
+
+
+def before(layer):
+    """The layer whose state a layer starts from; None for the first."""
+    return LAYERS[number(layer) - 1] if number(layer) else None

@@ -1,0 +1,38 @@
+# SPDX-License-Identifier: Apache-2.0
+# Wanted experts into the bank. What is there already costs a look-up.
+
+
+rule encode:
+    input:
+        wanted="<run>/wanted/{recipe}/{layer}.json",
+        hessians=rules.hessians.output.receipt,
+        captures=rules.hessians.input.captures,
+        weights=lambda wildcards: expand(
+            rules.verify_shard.output.receipt, shard=LAYER_SHARDS[wildcards.layer]
+        ),
+    output:
+        ledger="<run>/encoded/{recipe}/{layer}.{block}.json",
+        record="<run>/provenance/encode/{recipe}.{layer}.{block}.json",
+    log:
+        "<run>/logs/encode/{recipe}.{layer}.{block}.log",
+    benchmark:
+        "<run>/benchmarks/encode/{recipe}.{layer}.{block}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["encode"]["threads"]
+    message:
+        "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"
+    params:
+        code=code("encode"),
+        source=settings["source"],
+        bank=settings["bank_store"],
+        layer=lambda wildcards: number(wildcards.layer),
+        block=lambda wildcards: number(wildcards.block),
+        experts_per_block=settings["encode"]["experts_per_block"],
+        min_tokens=settings["encode"]["min_tokens"],
+        sigma_reg=settings["encode"]["sigma_reg"],
+        out_scales=settings["encode"]["out_scales"],
+        refit=settings["encode"]["refit"],
+        down_weighting=settings["encode"]["down_weighting"],
+    script:
+        "../workflow/scripts/encode.py"

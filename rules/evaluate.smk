@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the re-encoding cost, measured on the release's own files.
+
+
+rule score:
+    input:
+        rows="<run>/rows/{panel}.safetensors",
+        source="<run>/forward/source/{panel}/hidden.safetensors",
+        release="<run>/forward/{recipe}/{panel}/hidden.safetensors",
+    output:
+        table="<run>/scores/{recipe}/{panel}.parquet",
+        summary="<run>/scores/{recipe}/{panel}.json",
+        record="<run>/provenance/score/{recipe}.{panel}.json",
+    log:
+        "<run>/logs/score/{recipe}.{panel}.log",
+    benchmark:
+        "<run>/benchmarks/score/{recipe}.{panel}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    message:
+        "Score release {wildcards.recipe} against the source on panel {wildcards.panel}"
+    params:
+        code=code("score"),
+        source=settings["source"],
+        release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
+    script:
+        "../workflow/scripts/score.py"
+
+
+rule compare:
+    input:
+        table=rules.score.output.table,
+    output:
+        comparison="<run>/compare/{recipe}/{panel}.json",
+        record="<run>/provenance/compare/{recipe}.{panel}.json",
+    log:
+        "<run>/logs/compare/{recipe}.{panel}.log",
+    benchmark:
+        "<run>/benchmarks/compare/{recipe}.{panel}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "Intervals of release {wildcards.recipe} on panel {wildcards.panel}"
+    params:
+        code=code("compare"),
+        draws=settings["evaluate"]["draws"],
+        seed=settings["evaluate"]["seed"],
+        confidence=settings["evaluate"]["confidence"],
+    script:
+        "../workflow/scripts/compare.py"

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+# The forward, one layer a job: captures of the calibration splits, hidden states of the panels.
+
+
+def state_before(folder):
+    """Input function: the state after the layer before, none for the first layer."""
+
+    def states(wildcards):
+        last = before(wildcards.layer)
+        return [f"{folder}/{last}.state.safetensors".format(**wildcards)] if last else []
+
+    return states
+
+
+def weights_of(wildcards):
+    """What must be checked before a layer's weights are read: shards, or the whole release."""
+    if wildcards.get("checkpoint", "source") == "source":
+        return expand(rules.verify_shard.output.receipt, shard=LAYER_SHARDS[wildcards.layer])
+    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
+
+
+def checkpoint_folder(wildcards):
+    """Folder of the checkpoint that a forward reads."""
+    name = wildcards.get("checkpoint", "source")
+    return settings["source"] if name == "source" else f"{RUN}/release/{name}"
+
+
+rule capture:
+    input:
+        rows="<run>/rows/{split}.safetensors",
+        state=state_before("<run>/forward/source/{split}"),
+        weights=weights_of,
+    output:
+        state=temp("<run>/forward/source/{split}/{layer}.state.safetensors"),
+        capture="<run>/captures/{split}/{layer}.safetensors",
+        stats="<run>/forward/source/{split}/{layer}.stats.json",
+        record="<run>/provenance/capture/{split}.{layer}.json",
+    log:
+        "<run>/logs/capture/{split}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/capture/{split}.{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    message:
+        "Run {wildcards.split} through {wildcards.layer} of the source and keep the FFN inputs"
+    params:
+        code=code("capture"),
+        checkpoint=checkpoint_folder,
+        layer=lambda wildcards: number(wildcards.layer),
+        device=settings["forward"]["device"],
+    script:
+        "../workflow/scripts/capture.py"
+
+
+use rule capture as forward with:
+    input:
+        rows="<run>/rows/{panel}.safetensors",
+        state=state_before("<run>/forward/{checkpoint}/{panel}"),
+        weights=weights_of,
+    output:
+        state=temp("<run>/forward/{checkpoint}/{panel}/{layer}.state.safetensors"),
+        stats="<run>/forward/{checkpoint}/{panel}/{layer}.stats.json",
+        record="<run>/provenance/forward/{checkpoint}.{panel}.{layer}.json",
+    log:
+        "<run>/logs/forward/{checkpoint}.{panel}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/forward/{checkpoint}.{panel}.{layer}.tsv"
+    message:
+        "Run panel {wildcards.panel} through {wildcards.layer} of {wildcards.checkpoint}"
+
+
+def head_of(wildcards):
+    """What must be checked before norm and head are read."""
+    if wildcards.checkpoint == "source":
+        return expand(rules.verify_shard.output.receipt, shard=HEAD_SHARDS)
+    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
+
+
+rule finish_forward:
+    input:
+        rows="<run>/rows/{panel}.safetensors",
+        state=f"<run>/forward/{{checkpoint}}/{{panel}}/{LAYERS[-1]}.state.safetensors",
+        weights=head_of,
+    output:
+        hidden="<run>/forward/{checkpoint}/{panel}/hidden.safetensors",
+        record="<run>/provenance/finish_forward/{checkpoint}.{panel}.json",
+    log:
+        "<run>/logs/finish_forward/{checkpoint}.{panel}.log",
+    benchmark:
+        "<run>/benchmarks/finish_forward/{checkpoint}.{panel}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    message:
+        "Final hidden states of {wildcards.checkpoint} on panel {wildcards.panel}"
+    params:
+        code=code("finish_forward"),
+        checkpoint=checkpoint_folder,
+        device=settings["forward"]["device"],
+    script:
+        "../workflow/scripts/finish_forward.py"

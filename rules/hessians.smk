@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: Apache-2.0
+# What the calibration says of each expert. The Hessians themselves are rebuilt where they are used.
+
+
+rule hessians:
+    input:
+        captures=expand("<run>/captures/{split}/{{layer}}.safetensors", split=SPLITS),
+    output:
+        receipt="<run>/hessians/{layer}.json",
+        record="<run>/provenance/hessians/{layer}.json",
+    log:
+        "<run>/logs/hessians/{layer}.log",
+    benchmark:
+        "<run>/benchmarks/hessians/{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    message:
+        "Tokens, trace and rank of every Hessian of {wildcards.layer}"
+    params:
+        code=code("hessians"),
+        source=settings["source"],
+        layer=lambda wildcards: number(wildcards.layer),
+        down_weighting=settings["encode"]["down_weighting"],
+    script:
+        "../workflow/scripts/hessians.py"
+
+
+rule clean_captures:
+    message:
+        "Remove the captures; a later recipe with new rates makes them again"
+    localrule: True
+    conda:
+        "../envs/cpu.yaml"
+    log:
+        "<run>/logs/clean_captures.log",
+    params:
+        folder=f"{RUN}/captures",
+    shell:
+        "rm -rf {params.folder:q} > {log} 2>&1"

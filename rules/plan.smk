@@ -1,0 +1,48 @@
+# SPDX-License-Identifier: Apache-2.0
+# Rates under a budget: what must be in the bank, then the plan, frozen and hashed.
+
+
+rule want_base:
+    input:
+        manifest=rules.inspect_source.output.manifest,
+    output:
+        wanted=expand("<run>/wanted/{{recipe}}/{layer}.json", layer=LAYERS),
+        record="<run>/provenance/want_base/{recipe}.json",
+    log:
+        "<run>/logs/want_base/{recipe}.log",
+    benchmark:
+        "<run>/benchmarks/want_base/{recipe}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "List what recipe {wildcards.recipe} needs in the bank"
+    params:
+        code=code("want_base"),
+        recipe=lambda wildcards: RECIPES[wildcards.recipe],
+    script:
+        "../workflow/scripts/want_base.py"
+
+
+rule freeze_plan:
+    input:
+        manifest=rules.inspect_source.output.manifest,
+        ledgers=expand(
+            "<run>/encoded/{{recipe}}/{layer}.{block}.json", layer=LAYERS, block=BLOCKS
+        ),
+    output:
+        plan="<run>/plan/{recipe}.json",
+        record="<run>/provenance/freeze_plan/{recipe}.json",
+    log:
+        "<run>/logs/freeze_plan/{recipe}.log",
+    benchmark:
+        "<run>/benchmarks/freeze_plan/{recipe}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "Freeze the plan of recipe {wildcards.recipe}"
+    params:
+        code=code("freeze_plan"),
+        recipe=lambda wildcards: RECIPES[wildcards.recipe],
+        root=RUN,
+    script:
+        "../workflow/scripts/freeze_plan.py"

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+# Texts to token rows: splits that calibrate, panels that judge.
+
+
+rule build_rows:
+    input:
+        tokenizer=f"{settings['source']}/tokenizer.json",
+        texts=CALIBRATION_TEXTS,
+    output:
+        rows="<run>/rows/{split}.safetensors",
+        receipt="<run>/rows/{split}.json",
+        record="<run>/provenance/build_rows/{split}.json",
+    log:
+        "<run>/logs/build_rows/{split}.log",
+    benchmark:
+        "<run>/benchmarks/build_rows/{split}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    message:
+        "Cut the texts of {wildcards.split} into windows of tokens"
+    params:
+        code=code("build_rows"),
+        window=CALIBRATION["window"],
+        windows=CALIBRATION["windows"],
+        part=lambda wildcards: [number(wildcards.split), len(SPLITS)],
+        separator=SOURCE.config["bos_token_id"],
+    script:
+        "../workflow/scripts/build_rows.py"
+
+
+use rule build_rows as build_panel with:
+    input:
+        tokenizer=f"{settings['source']}/tokenizer.json",
+        texts=lambda wildcards: PANEL_TEXTS[wildcards.panel],
+        exclude=expand(rules.build_rows.output.rows, split=SPLITS),
+    output:
+        rows="<run>/rows/{panel}.safetensors",
+        receipt="<run>/rows/{panel}.json",
+        record="<run>/provenance/build_panel/{panel}.json",
+    log:
+        "<run>/logs/build_panel/{panel}.log",
+    benchmark:
+        "<run>/benchmarks/build_panel/{panel}.tsv"
+    message:
+        "Cut the texts of panel {wildcards.panel} into windows of tokens"
+    params:
+        code=code("build_rows"),
+        window=lambda wildcards: PANELS[wildcards.panel]["window"],
+        windows=lambda wildcards: PANELS[wildcards.panel]["windows"],
+        part=[0, 1],
+        separator=SOURCE.config["bos_token_id"],

@@ -1,0 +1,14 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Adapter of the rule of this name."""
+
+from trellisbank.provenance.record import run_job
+from trellisbank.source import inspect_source
+
+
+def main(job):
+    """Write the manifest of the source."""
+    inspect_source(source=job.params.source, manifest_path=job.output.manifest)
+
+
+if __name__ == "__main__":
+    run_job(snakemake, main)  # noqa: F821
