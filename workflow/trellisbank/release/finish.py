@@ -1,0 +1,293 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a release holds beside its shards: companions, index, configurations, repack report."""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trellisbank.bank import GROUPS, PARTS
+from trellisbank.checkpoint import INDEX, Checkpoint
+from trellisbank.errors import ReleaseError
+from trellisbank.files import atomic_write, sha256_file, write_json
+from trellisbank.formats.trellis import MARKERS
+from trellisbank.plan.freeze import plan_rates
+from trellisbank.release.splice import DROPPED_PATTERN, TENSORS_PER_EXPERT, body_experts
+from trellisbank.safetensors_io import DTYPES, TensorInfo, read_header
+
+SCHEMA = "trellisbank/repack/1"
+REPORT = "repack-report.json"
+STORAGE = "quantization_config.json"
+OWN = {"config.json", INDEX, STORAGE, REPORT}
+"""Files that a release writes itself."""
+
+EXL3_VERSION = "1.6.5"
+"""The exllamav3 whose format this is; loaders read it from `quantization_config.version`."""
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"}
+"""Files that hold weights: never copied unless the index names them."""
+
+
+def companions(checkpoint: Checkpoint) -> list[str]:
+    """Return the files of a checkpoint that a release copies: all that hold no weights.
+
+    Folders are walked; those whose name begins with a dot (version control, download caches) are
+    left out, and so are weights outside the index and the files that a release writes itself.
+
+    Returns:
+        Paths relative to the checkpoint, sorted.
+
+    Raises:
+        ReleaseError: A link that leads out of the checkpoint's folder, or something that is neither
+            file nor folder.
+    """
+    root = checkpoint.path.resolve()
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files + [name for name in folders if Path(folder, name).is_symlink()]:
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if relative in OWN or path.suffix in WEIGHT_SUFFIXES:
+                continue
+            inside = path.resolve().is_relative_to(root)
+            if not inside or not path.is_file():
+                raise ReleaseError(
+                    "A checkpoint holds something that a release cannot copy.",
+                    file=path,
+                    expected="a regular file inside the checkpoint's folder",
+                    found="a link that leads out of it" if not inside else "no regular file",
+                    fix="put a copy of the file in its place, or remove it",
+                )
+            found.append(relative)
+    return sorted(found)
+
+
+def tensor_storage(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
+    """Return the `tensor_storage` table: every tensor under exactly one leaf module.
+
+    The module is the tensor's name up to its last dot; a name without a dot is its own module.
+    """
+    table: dict[str, dict[str, Any]] = {}
+    for name, info in sorted(tensors.items()):
+        module = name.rpartition(".")[0] or name
+        entry = table.setdefault(module, {"stored_tensors": {}})
+        entry["stored_tensors"][name] = {
+            "shape": list(info.shape),
+            "n_bytes": info.nbytes,
+            "dtype": str(DTYPES[info.dtype]),
+        }
+        if name == f"{module}.trellis":
+            rate, half = divmod(info.shape[-1], 16)
+            entry["quant_format"] = "exl3"
+            entry["bits_per_weight"] = info.shape[-1] / 16 if half else rate
+            entry["mul1_multiplier"] = MARKERS["mul1"]
+    return table
+
+
+def quantization_config(
+    checkpoint: Checkpoint,
+    plan: Mapping[str, Any],
+    *,
+    calibration: Mapping[str, int],
+    out_scales: str,
+) -> dict[str, Any]:
+    """Return the `quantization_config` of a release's config.json.
+
+    Args:
+        checkpoint: The source; its own entry is nested as `original_quantization_config`.
+        plan: Frozen plan.
+        calibration: `rows` and `cols` (tokens a row) of the calibration.
+        out_scales: `always`, `never` or `auto`, as the encoder was told.
+    """
+    expert_bits: dict[str, dict[str, int]] = {}
+    for (layer, group), rate in plan_rates(plan).items():
+        expert_bits.setdefault(str(layer), {})[group] = rate
+    config = {
+        "quant_method": "exl3",
+        "version": EXL3_VERSION,
+        "bits": plan["average_rate"],
+        "head_bits": 8 * DTYPES[checkpoint.info("head.weight").dtype].itemsize,
+        "calibration": {"rows": calibration["rows"], "cols": calibration["cols"]},
+        "out_scales": out_scales,
+        "codebook": "mul1",
+        "expert_bits": expert_bits,
+    }
+    original = checkpoint.config.get("quantization_config")
+    if original is not None:
+        config["original_quantization_config"] = copy.deepcopy(original)
+    return config
+
+
+def finish_release(
+    checkpoint: Checkpoint,
+    plan: Mapping[str, Any],
+    shard_receipts: Sequence[Mapping[str, Any]],
+    out_dir: str | os.PathLike[str],
+    *,
+    calibration: Mapping[str, int],
+    out_scales: str = "always",
+) -> dict[str, Any]:
+    """Complete a release whose shards are written: companions, index, configurations, report.
+
+    Every file is written whole or not at all and always again, so a rerun over a partial folder
+    ends in the same bytes. What killed writers left is removed; any other file that does not belong
+    is refused, not removed.
+
+    Args:
+        checkpoint: The source.
+        plan: Frozen plan.
+        shard_receipts: Receipt of every shard.
+        out_dir: The release's folder.
+        calibration: `rows` and `cols` of the calibration.
+        out_scales: As the encoder was told.
+
+    Returns:
+        The report, also written as `repack-report.json`.
+
+    Raises:
+        ReleaseError: A shard lacks, is of another plan or has another size than its receipt; the
+            plan names a layer that the source does not have; the counts do not add up; a file does
+            not belong.
+    """
+    out = Path(out_dir)
+    receipts = _check_receipts(checkpoint, plan, shard_receipts, out)
+    tensors: dict[str, TensorInfo] = {}
+    weight_map: dict[str, str] = {}
+    for shard in checkpoint.shards:
+        header = read_header(out / shard)
+        if header.size != receipts[shard]["bytes"]:
+            raise ReleaseError(
+                "A shard of the release is not the one of its receipt.",
+                file=header.path,
+                expected=f"{receipts[shard]['bytes']} bytes",
+                found=f"{header.size} bytes",
+                fix="remove the shard's receipt and run again",
+            )
+        tensors.update(header.tensors)
+        weight_map.update(dict.fromkeys(header.tensors, shard))
+    names = companions(checkpoint)
+    _clear(out, {*names, *checkpoint.shards, *OWN})
+    copied = []
+    for name in names:
+        with open(checkpoint.path / name, "rb") as reader, atomic_write(out / name) as writer:
+            shutil.copyfileobj(reader, writer)
+        size = (out / name).stat().st_size
+        copied.append({"file": name, "bytes": size, "sha256": sha256_file(out / name)})
+    config = quantization_config(checkpoint, plan, calibration=calibration, out_scales=out_scales)
+    total = sum(info.nbytes for info in tensors.values())
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(out / "config.json", {**checkpoint.config, "quantization_config": config})
+    write_json(out / STORAGE, {**config, "tensor_storage": tensor_storage(tensors)})
+    changed = [receipt for receipt in receipts.values() if receipt["changed"]]
+    report = {
+        "schema": SCHEMA,
+        "plan": plan["hash"],
+        "layout": plan["layout"],
+        "average_rate": plan["average_rate"],
+        "stored_bits_per_weight": plan["stored_bits_per_weight"],
+        "tensors": len(tensors),
+        "tensor_bytes": total,
+        "dropped": {
+            "pattern": DROPPED_PATTERN,
+            "tensors": sum(receipt["dropped"]["tensors"] for receipt in changed),
+            "bytes": sum(receipt["dropped"]["bytes"] for receipt in changed),
+        },
+        "added": {
+            "groups": sum(len(receipt["added"]) for receipt in changed),
+            "tensors": len(PARTS)
+            * sum(len(GROUPS[item["group"]]) for receipt in changed for item in receipt["added"]),
+        },
+        "kept": {
+            "tensors": sum(
+                len(receipt["kept"]) if receipt["changed"] else receipt["tensors"]
+                for receipt in receipts.values()
+            ),
+            "in_changed_shards": {receipt["shard"]: receipt["kept"] for receipt in changed},
+        },
+        "shards": [
+            {
+                name: receipt[name]
+                for name in ("shard", "changed", "bytes", "tensors", "sha256", "source_sha256")
+            }
+            for receipt in receipts.values()
+        ],
+        "copied": copied,
+    }
+    write_json(out / REPORT, report)
+    return report
+
+
+def _check_receipts(
+    checkpoint: Checkpoint,
+    plan: Mapping[str, Any],
+    shard_receipts: Sequence[Mapping[str, Any]],
+    out: Path,
+) -> dict[str, Mapping[str, Any]]:
+    """Return the receipts by shard, sorted, once they cover source and plan exactly."""
+    receipts = {receipt["shard"]: receipt for receipt in shard_receipts}
+    if sorted(receipts) != checkpoint.shards:
+        raise ReleaseError(
+            "The receipts do not cover the shards of the source.",
+            file=out,
+            expected=f"{len(checkpoint.shards)} shards",
+            found=f"differing: {sorted(set(receipts) ^ set(checkpoint.shards))[:6]}",
+            fix="splice every shard of the source once",
+        )
+    for shard, receipt in receipts.items():
+        if receipt["plan"] != plan["hash"]:
+            raise ReleaseError(
+                "A shard was made from another plan.",
+                file=out / shard,
+                expected=f"plan {plan['hash']}",
+                found=f"plan {receipt['plan']}",
+                fix="splice the shard again",
+            )
+    census = body_experts(checkpoint.names)
+    planned = {layer for layer, _ in plan_rates(plan)}
+    if planned != set(census):
+        raise ReleaseError(
+            "The plan speaks of other layers than the source has.",
+            file=checkpoint.path,
+            expected=f"layers {sorted(census)}",
+            found=f"layers {sorted(planned)}",
+            fix="freeze the recipe again for this checkpoint",
+        )
+    expected = TENSORS_PER_EXPERT * sum(len(layer) for layer in census.values())
+    dropped = sum(
+        receipt["dropped"]["tensors"] for receipt in receipts.values() if receipt["changed"]
+    )
+    if dropped != expected:
+        raise ReleaseError(
+            "The shards did not drop the native experts exactly.",
+            file=out,
+            expected=f"{expected} tensors: layers x experts x {TENSORS_PER_EXPERT}",
+            found=f"{dropped} tensors",
+            fix="check that the source's index lists every tensor of its shards",
+        )
+    return dict(sorted(receipts.items()))
+
+
+def _clear(out: Path, expected: set[str]) -> None:
+    """Remove what killed writers left; refuse other files that are not part of the release."""
+    foreign = []
+    for path in sorted(out.rglob("*")):
+        name = path.relative_to(out).as_posix()
+        if name in expected or (path.is_dir() and not path.is_symlink()):
+            continue
+        if re.fullmatch(r"\..+\.\d+\.tmp", path.name):
+            path.unlink()
+        else:
+            foreign.append(name)
+    if foreign:
+        raise ReleaseError(
+            "The release's folder holds files that do not belong to it.",
+            file=out,
+            found=", ".join(foreign[:6]) + (" and more" if len(foreign) > 6 else ""),
+            fix="move them away, or remove the folder and run again",
+        )
