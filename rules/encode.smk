@@ -20,8 +20,6 @@ rule encode:
     conda:
         "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
-    message:
-        "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"
     params:
         code=code("encode"),
         source=settings["source"],
@@ -34,5 +32,7 @@ rule encode:
         out_scales=settings["encode"]["out_scales"],
         refit=settings["encode"]["refit"],
         down_weighting=settings["encode"]["down_weighting"],
+    message:
+        "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"
     script:
         "../workflow/scripts/encode.py"

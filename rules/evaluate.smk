@@ -18,12 +18,12 @@ rule score:
     conda:
         "../envs/cpu.yaml"
     threads: settings["forward"]["threads"]
-    message:
-        "Score release {wildcards.recipe} against the source on panel {wildcards.panel}"
     params:
         code=code("score"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
+    message:
+        "Score release {wildcards.recipe} against the source on panel {wildcards.panel}"
     script:
         "../workflow/scripts/score.py"
 
@@ -40,12 +40,12 @@ rule compare:
         "<run>/benchmarks/compare/{recipe}.{panel}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Intervals of release {wildcards.recipe} on panel {wildcards.panel}"
     params:
         code=code("compare"),
         draws=settings["evaluate"]["draws"],
         seed=settings["evaluate"]["seed"],
         confidence=settings["evaluate"]["confidence"],
+    message:
+        "Intervals of release {wildcards.recipe} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/compare.py"

@@ -42,13 +42,13 @@ rule capture:
     conda:
         "../envs/cpu.yaml"
     threads: settings["forward"]["threads"]
-    message:
-        "Run {wildcards.split} through {wildcards.layer} of the source and keep the FFN inputs"
     params:
         code=code("capture"),
         checkpoint=checkpoint_folder,
         layer=lambda wildcards: number(wildcards.layer),
         device=settings["forward"]["device"],
+    message:
+        "Run {wildcards.split} through {wildcards.layer} of the source and keep the FFN inputs"
     script:
         "../workflow/scripts/capture.py"
 
@@ -92,11 +92,11 @@ rule finish_forward:
     conda:
         "../envs/cpu.yaml"
     threads: settings["forward"]["threads"]
-    message:
-        "Final hidden states of {wildcards.checkpoint} on panel {wildcards.panel}"
     params:
         code=code("finish_forward"),
         checkpoint=checkpoint_folder,
         device=settings["forward"]["device"],
+    message:
+        "Final hidden states of {wildcards.checkpoint} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/finish_forward.py"

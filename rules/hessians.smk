@@ -15,26 +15,26 @@ rule hessians:
     conda:
         "../envs/cpu.yaml"
     threads: settings["forward"]["threads"]
-    message:
-        "Tokens, trace and rank of every Hessian of {wildcards.layer}"
     params:
         code=code("hessians"),
         source=settings["source"],
         layer=lambda wildcards: number(wildcards.layer),
         down_weighting=settings["encode"]["down_weighting"],
+    message:
+        "Tokens, trace and rank of every Hessian of {wildcards.layer}"
     script:
         "../workflow/scripts/hessians.py"
 
 
 rule clean_captures:
-    message:
-        "Remove the captures; a later recipe with new rates makes them again"
+    log:
+        "<run>/logs/clean_captures.log",
     localrule: True
     conda:
         "../envs/cpu.yaml"
-    log:
-        "<run>/logs/clean_captures.log",
     params:
         folder=f"{RUN}/captures",
+    message:
+        "Remove the captures; a later recipe with new rates makes them again"
     shell:
         "rm -rf {params.folder:q} > {log} 2>&1"

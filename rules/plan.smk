@@ -14,11 +14,11 @@ rule want_base:
         "<run>/benchmarks/want_base/{recipe}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "List what recipe {wildcards.recipe} needs in the bank"
     params:
         code=code("want_base"),
         recipe=lambda wildcards: RECIPES[wildcards.recipe],
+    message:
+        "List what recipe {wildcards.recipe} needs in the bank"
     script:
         "../workflow/scripts/want_base.py"
 
@@ -26,9 +26,7 @@ rule want_base:
 rule freeze_plan:
     input:
         manifest=rules.inspect_source.output.manifest,
-        ledgers=expand(
-            "<run>/encoded/{{recipe}}/{layer}.{block}.json", layer=LAYERS, block=BLOCKS
-        ),
+        ledgers=expand("<run>/encoded/{{recipe}}/{layer}.{block}.json", layer=LAYERS, block=BLOCKS),
     output:
         plan="<run>/plan/{recipe}.json",
         record="<run>/provenance/freeze_plan/{recipe}.json",
@@ -38,11 +36,11 @@ rule freeze_plan:
         "<run>/benchmarks/freeze_plan/{recipe}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Freeze the plan of recipe {wildcards.recipe}"
     params:
         code=code("freeze_plan"),
         recipe=lambda wildcards: RECIPES[wildcards.recipe],
         root=RUN,
+    message:
+        "Freeze the plan of recipe {wildcards.recipe}"
     script:
         "../workflow/scripts/freeze_plan.py"

@@ -3,22 +3,21 @@
 # must not be a declared output, or Snakemake would touch the source's time stamps.
 
 
-def ledgers_of_shard(wildcards):
-    """Ledgers of the body layers whose experts a shard holds."""
-    layers = [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]
-    return expand(
-        "<run>/encoded/{recipe}/{layer}.{block}.json",
-        recipe=wildcards.recipe,
-        layer=layers,
-        block=BLOCKS,
-    )
+def layers_of_shard(wildcards):
+    """Body layers that a shard holds tensors of."""
+    return [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]
 
 
 rule splice_shard:
     input:
         plan=rules.freeze_plan.output.plan,
         verified=rules.verify_shard.output.receipt,
-        ledgers=ledgers_of_shard,
+        ledgers=lambda wildcards: expand(
+            rules.encode.output.ledger,
+            recipe=wildcards.recipe,
+            layer=layers_of_shard(wildcards),
+            block=BLOCKS,
+        ),
     output:
         receipt="<run>/receipts/{recipe}/{shard}.json",
         record="<run>/provenance/splice_shard/{recipe}.{shard}.json",
@@ -28,14 +27,15 @@ rule splice_shard:
         "<run>/benchmarks/splice_shard/{recipe}.{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Splice {wildcards.shard} of release {wildcards.recipe}"
     params:
         code=code("splice_shard"),
         source=settings["source"],
         bank=settings["bank_store"],
+        layers=lambda wildcards: [number(layer) for layer in layers_of_shard(wildcards)],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
         root=RUN,
+    message:
+        "Splice {wildcards.shard} of release {wildcards.recipe}"
     script:
         "../workflow/scripts/splice_shard.py"
 
@@ -53,14 +53,14 @@ rule finish_release:
         "<run>/benchmarks/finish_release/{recipe}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Index and configuration of release {wildcards.recipe}"
     params:
         code=code("finish_release"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
         calibration={"rows": CALIBRATION["windows"], "cols": CALIBRATION["window"]},
         out_scales=settings["encode"]["out_scales"],
+    message:
+        "Index and configuration of release {wildcards.recipe}"
     script:
         "../workflow/scripts/finish_release.py"
 
@@ -79,12 +79,12 @@ rule verify_release:
         "<run>/benchmarks/verify_release/{recipe}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Hold release {wildcards.recipe} against source, plan and ledgers"
     params:
         code=code("verify_release"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
         root=RUN,
+    message:
+        "Hold release {wildcards.recipe} against source, plan and ledgers"
     script:
         "../workflow/scripts/verify_release.py"

@@ -16,14 +16,14 @@ rule build_rows:
         "<run>/benchmarks/build_rows/{split}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Cut the texts of {wildcards.split} into windows of tokens"
     params:
         code=code("build_rows"),
         window=CALIBRATION["window"],
         windows=CALIBRATION["windows"],
         part=lambda wildcards: [number(wildcards.split), len(SPLITS)],
         separator=SOURCE.config["bos_token_id"],
+    message:
+        "Cut the texts of {wildcards.split} into windows of tokens"
     script:
         "../workflow/scripts/build_rows.py"
 
@@ -41,11 +41,11 @@ use rule build_rows as build_panel with:
         "<run>/logs/build_panel/{panel}.log",
     benchmark:
         "<run>/benchmarks/build_panel/{panel}.tsv"
-    message:
-        "Cut the texts of panel {wildcards.panel} into windows of tokens"
     params:
         code=code("build_rows"),
         window=lambda wildcards: PANELS[wildcards.panel]["window"],
         windows=lambda wildcards: PANELS[wildcards.panel]["windows"],
         part=[0, 1],
         separator=SOURCE.config["bos_token_id"],
+    message:
+        "Cut the texts of panel {wildcards.panel} into windows of tokens"

@@ -15,11 +15,11 @@ rule inspect_source:
         "<run>/benchmarks/inspect_source.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Check the headers of the source and list its tensors"
     params:
         code=code("inspect_source"),
         source=settings["source"],
+    message:
+        "Check the headers of the source and list its tensors"
     script:
         "../workflow/scripts/inspect_source.py"
 
@@ -37,10 +37,10 @@ rule verify_shard:
         "<run>/benchmarks/verify_shard/{shard}.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Hash {wildcards.shard} and check that its weights survive the way to bf16 and back"
     params:
         code=code("verify_shard"),
         source=settings["source"],
+    message:
+        "Hash {wildcards.shard} and check that its weights survive the way to bf16 and back"
     script:
         "../workflow/scripts/verify_shard.py"

@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: one checkpoint, one layer or one matrix at a time, outside the workflow.
+
+Exit codes: 0 done, 1 the input cannot be used (one message says why), 2 wrong usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from trellisbank import __version__
+from trellisbank.errors import TrellisbankError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code.
+
+    Args:
+        arguments: Words after the program's name; those of the process by default.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        options.run(options)
+    except TrellisbankError as trouble:
+        print(f"{type(trouble).__name__}: {trouble}", file=sys.stderr)
+        return 1
+    except OSError as trouble:
+        print(f"{trouble.strerror}: {trouble.filename}", file=sys.stderr)
+        return 1
+    except BrokenPipeError:
+        return 1
+    return 0
+
+
+def _progress(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _layers(text: str) -> tuple[int, int]:
+    first, _, last = text.partition("-")
+    try:
+        return int(first), int(last or first)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no range such as 0-5") from None
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="trellisbank", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"trellisbank {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
+        added = commands.add_parser(name, help=text, description=text)
+        added.set_defaults(run=run)
+        return added
+
+    added = command("inspect", _inspect, "Check a checkpoint's headers and say what it holds.")
+    added.add_argument("checkpoint", type=Path, help="folder of a source or release")
+    added.add_argument("--json", action="store_true", help="print the whole manifest as JSON")
+
+    added = command("forward", _forward, "Run rows of tokens through a checkpoint, layer by layer.")
+    added.add_argument("checkpoint", type=Path, help="folder of a source or release")
+    added.add_argument("rows", type=Path, help="safetensors file with input_ids [rows, tokens]")
+    added.add_argument("out", type=Path, help="folder for L07.state.safetensors, final.safetensors")
+    added.add_argument("--layers", type=_layers, help="first and last layer, such as 0-5")
+    added.add_argument(
+        "--from", dest="state", type=Path, help="state file to go on from; its next layer is first"
+    )
+    added.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+
+    added = command("encode", _encode, "Encode one matrix as EXL3.")
+    added.add_argument("input", type=Path, help="safetensors with W (in, out), optionally H, count")
+    added.add_argument("output", type=Path, help="gets trellis, suh, svh, mul1")
+    added.add_argument("--rate", type=int, required=True, help="bits a weight, 1 to 8")
+    added.add_argument("--name", help="name of the matrix, from which its signs are drawn")
+    added.add_argument("--signs", type=Path, help="safetensors whose suh, svh give the signs")
+
+    added = command("decode", _decode, "Decode one EXL3 matrix.")
+    added.add_argument("input", type=Path, help="safetensors with trellis, suh, svh, mul1")
+    added.add_argument("output", type=Path, help="gets inner (fp16) and weight (fp32), (in, out)")
+
+    added = command("score", _score, "Compare two checkpoints on the same rows, KL(A || B).")
+    added.add_argument("a", type=Path, help="folder of the source")
+    added.add_argument("b", type=Path, help="folder of the release")
+    added.add_argument("rows", type=Path, help="safetensors file with input_ids [rows, tokens]")
+    added.add_argument("out", type=Path, help="folder for scores.parquet and summary.json")
+    added.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    return parser
+
+
+def _inspect(options: argparse.Namespace) -> None:
+    from trellisbank.checkpoint import open_checkpoint
+    from trellisbank.source import inspect
+
+    manifest = inspect(open_checkpoint(options.checkpoint))
+    if options.json:
+        print(json.dumps(manifest, indent=1, sort_keys=True))
+        return
+    print(
+        f"{manifest['architecture']}: {manifest['tensor_count']} tensors, "
+        f"{manifest['tensor_bytes']:,} bytes in {len(manifest['shards'])} shards"
+    )
+    print(
+        f"{len(manifest['layers'])} layers x {manifest['routed_experts']} routed experts of "
+        f"{manifest['hidden_size']} x {manifest['moe_intermediate_size']}, "
+        f"{manifest['experts_per_token']} a token; stored as {manifest['expert_formats']}"
+    )
+    for dtype, row in manifest["census"].items():
+        print(f"{dtype:8} {row['tensors']:8} tensors {row['bytes']:16,} bytes")
+    for layer, kind in enumerate(manifest["layers"]):
+        engram = ", Engram" if layer in manifest["engram_layers"] else ""
+        print(f"L{layer:02d} {kind}{engram}")
+
+
+def _forward(options: argparse.Namespace) -> None:
+    from trellisbank.model.forward import forward_files
+
+    forward_files(
+        options.checkpoint,
+        options.rows,
+        options.out,
+        options.layers,
+        options.state,
+        options.device,
+        _progress,
+    )
+
+
+def _encode(options: argparse.Namespace) -> None:
+    from trellisbank.quantize.expert import encode_file
+
+    print(
+        json.dumps(
+            encode_file(options.input, options.output, options.rate, options.name, options.signs)
+        )
+    )
+
+
+def _decode(options: argparse.Namespace) -> None:
+    from trellisbank.quantize.expert import decode_file
+
+    decode_file(options.input, options.output)
+
+
+def _score(options: argparse.Namespace) -> None:
+    from trellisbank.evaluate.scores import score_files
+    from trellisbank.model.forward import forward_files
+
+    options.out.mkdir(parents=True, exist_ok=True)
+    # States of all layers are bulky and of no further use; the final hidden states are kept.
+    with tempfile.TemporaryDirectory(dir=options.out) as scratch:
+        finals = []
+        for label, checkpoint in (("a", options.a), ("b", options.b)):
+            _progress(f"forward of {checkpoint}")
+            folder = Path(scratch) / label
+            forward_files(
+                checkpoint, options.rows, folder, device=options.device, progress=_progress
+            )
+            finals.append(folder / "final.safetensors")
+        summary = score_files(
+            finals[0],
+            options.a,
+            finals[1],
+            options.b,
+            options.rows,
+            options.out / "scores.parquet",
+            options.out / "summary.json",
+            release_name=options.b.name,
+            panel=options.rows.stem,
+        )
+    print(json.dumps(summary, indent=1, sort_keys=True))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
