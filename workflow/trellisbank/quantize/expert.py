@@ -1,0 +1,410 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One matrix, or one expert's matrix group, from weights and Hessian to EXL3 tensors and measures."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from trellisbank.errors import QuantizeError
+from trellisbank.formats import trellis
+from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
+from trellisbank.quantize.hessian import Finalized, finalize
+from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
+from trellisbank.safetensors_io import read_file, write_tensors
+
+ENCODER_VERSION = 1
+"""Rises whenever the encoder's bytes change, so that a bank never mixes two versions."""
+
+CODEBOOK = "mul1"
+"""What is written; the other codebooks are only read."""
+
+NO_NAME = "matrix"
+"""Name that signs are derived from when none is given."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """Parameters of the encoder that change its bytes.
+
+    Attributes:
+        sigma_reg: damping of the Hessian, as a share of its mean diagonal.
+        out_scales: even out the sizes of the output channels before encoding.
+        refit: fit the scales by least squares after encoding.
+    """
+
+    sigma_reg: float = 0.025
+    out_scales: bool = True
+    refit: bool = True
+
+
+@dataclass(frozen=True)
+class EncodedMatrix:
+    """A matrix as it will be stored, and what was measured on it.
+
+    All errors are those of the stored tensors, decoded in fp32, against the weight given.
+
+    Attributes:
+        tensors: ``trellis`` int16 ``[k/16, n/16, 16 K]``, ``suh`` fp16 ``[k]``, ``svh`` fp16 ``[n]``,
+            ``mul1`` int32 scalar.
+        proxy_error: ``|X E|^2 / |X W|^2`` over the calibration rows (undamped Hessian). None without
+            a usable Hessian, or when the rows give no output: never 0 for want of evidence.
+        output_error_energy: ``|X E|^2``, summed over rows, not normalised; None likewise.
+        output_energy: ``|X W|^2``; None likewise.
+        relative_frobenius: ``|E| / |W|``; 0 for a zero matrix, which is stored exactly.
+        g_scale: global scale of the tiles.
+        fallback: why the matrix was encoded without error feedback, or None.
+        notes: odd things that happened.
+        stored_bits: bits of all tensors.
+        weights: elements of the matrix.
+    """
+
+    tensors: dict[str, Tensor]
+    proxy_error: float | None
+    output_error_energy: float | None
+    output_energy: float | None
+    relative_frobenius: float
+    g_scale: float
+    fallback: str | None
+    notes: tuple[str, ...]
+    stored_bits: int
+    weights: int
+
+
+def random_signs(seed: str, size: int) -> Tensor:
+    """Signs fp32 ``[size]`` of +-1 that depend on ``seed`` alone: the bits of its BLAKE3 stream."""
+    stream = blake3(seed.encode()).digest(length=-(-size // 8))
+    bits = np.unpackbits(np.frombuffer(stream, dtype=np.uint8), count=size)
+    return torch.from_numpy(1.0 - 2.0 * bits.astype(np.float32))
+
+
+@contextmanager
+def _one_torch_thread() -> Iterator[None]:
+    """Products of matrices on one thread: their rounding may depend on the number of threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def quantize_matrix(
+    weight: Tensor,
+    hessian: Tensor | None,
+    count: int,
+    rate: int,
+    name: str,
+    options: Options = Options(),
+    *,
+    signs: tuple[Tensor, Tensor] | None = None,
+    min_tokens: int = 1,
+    threads: int = 1,
+) -> EncodedMatrix:
+    """Encode one matrix.
+
+    Args:
+        weight: ``[k, n]`` (input channels first), any floating dtype, finite; sizes multiples of 128.
+        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
+        count: rows in it.
+        rate: bits a weight, 1..8.
+        name: what the signs are derived from: an expert's bytes depend on its own name only.
+        options: parameters.
+        signs: input signs ``[k]`` and output signs ``[n]`` to use in place of those of the name.
+        min_tokens: with fewer rows the Hessian serves for measuring only.
+        threads: worker threads; the result does not depend on it.
+
+    Raises:
+        QuantizeError: for sizes, rates or weights that cannot be encoded. Hessians never raise.
+    """
+    _check(weight, name)
+    k, n = weight.shape
+    su, sv = signs or (random_signs(f"{name}/in", k), random_signs(f"{name}/out", n))
+    with _one_torch_thread():
+        _check_hessian(hessian, k, name)
+        ready = finalize(hessian, count, su, options.sigma_reg, min_tokens)
+        return _encode(weight.float(), hessian, ready, sv, rate, name, options, threads)
+
+
+def encode_group(
+    weights: Mapping[str, Tensor],
+    hessian: Tensor | None,
+    count: int,
+    rate: int,
+    stem: str,
+    options: Options = Options(),
+    *,
+    min_tokens: int = 1,
+    threads: int = 1,
+) -> dict[str, EncodedMatrix]:
+    """Encode the matrices of one expert that read the same inputs.
+
+    They share the Hessian, its factor and the input signs; output signs are each matrix's own.
+
+    Args:
+        weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels first.
+        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
+        count: rows in it.
+        rate: bits a weight, 1..8.
+        stem: ``layers.{L}.ffn.experts.{E}``.
+        options: parameters.
+        min_tokens: with fewer rows the Hessian serves for measuring only.
+        threads: worker threads; the result does not depend on it.
+
+    Raises:
+        QuantizeError: as `quantize_matrix`.
+    """
+    for name, weight in weights.items():
+        _check(weight, f"{stem}.{name}")
+    k = next(iter(weights.values())).shape[0]
+    group = f"{stem}.{'+'.join(weights)}"
+    with _one_torch_thread():
+        _check_hessian(hessian, k, group)
+        signs = random_signs(f"{group}/in", k)
+        ready = finalize(hessian, count, signs, options.sigma_reg, min_tokens)
+        return {
+            name: _encode(
+                weight.float(),
+                hessian,
+                ready,
+                random_signs(f"{stem}.{name}/out", weight.shape[1]),
+                rate,
+                f"{stem}.{name}",
+                options,
+                threads,
+            )
+            for name, weight in weights.items()
+        }
+
+
+def _check(weight: Tensor, name: str) -> None:
+    k, n = weight.shape
+    if k % trellis.BLOCK or n % trellis.BLOCK or not k or not n:
+        raise QuantizeError(
+            "matrix sizes do not fit EXL3",
+            tensor=name,
+            expected=f"in and out multiples of {trellis.BLOCK}",
+            found=f"{k} x {n}",
+            fix="keep this matrix in its own format",
+        )
+    bad = weight.numel() - int(weight.isfinite().sum())
+    if bad:
+        raise QuantizeError(
+            "weights are not finite",
+            tensor=name,
+            expected="finite numbers",
+            found=f"{bad} of {weight.numel()} are not",
+            fix="verify the source's shard; a damaged matrix cannot be encoded",
+        )
+
+
+def _check_hessian(hessian: Tensor | None, k: int, name: str) -> None:
+    if hessian is not None and hessian.shape != (k, k):
+        raise QuantizeError(
+            "Hessian does not fit its matrix",
+            tensor=name,
+            expected=f"[{k}, {k}]",
+            found=str(list(hessian.shape)),
+            fix="pass the sum of outer products of this matrix's inputs",
+        )
+
+
+def _encode(
+    weight: Tensor,
+    hessian: Tensor | None,
+    ready: Finalized,
+    out_signs: Tensor,
+    rate: int,
+    name: str,
+    options: Options,
+    threads: int,
+) -> EncodedMatrix:
+    encode = tile_encoder(rate, CODEBOOK, threads)
+    values = trellis.codebook(CODEBOOK).astype(np.float32)
+    regular, su, sv = regularize(weight, ready.signs, out_signs, options.out_scales)
+    g = search_scale(regular.numpy(), rate, encode, values)
+    quantized, states = round_with_feedback(regular * g, ready.factor, encode, values)
+    su = su / g
+    if options.refit and ready.damped is not None:
+        in_place = su[:, None] * transform(quantized) * sv
+        su, sv = refit(weight, in_place, ready.damped, su, sv)
+    suh, svh = su.half(), sv.half()
+    notes = list(ready.notes)
+    if not bool(suh.isfinite().all() and svh.isfinite().all()):
+        raise QuantizeError(
+            "scales do not fit fp16",
+            tensor=name,
+            expected=f"magnitudes up to {torch.finfo(torch.float16).max:.0f}",
+            found=f"{float(su.abs().max()):.4g} (input), {float(sv.abs().max()):.4g} (output)",
+            fix="weights of this size cannot be stored as EXL3; verify the source's scales",
+        )
+    if bool((weight == 0).all()):
+        notes.append("all weights are zero")
+    elif lost := int((suh == 0).sum()):
+        notes.append(f"{lost} input scales underflow fp16")
+    tensors = {
+        "trellis": torch.from_numpy(trellis.pack(states, rate)),
+        "suh": suh,
+        "svh": svh,
+        CODEBOOK: torch.from_numpy(trellis.marker(CODEBOOK)),
+    }
+    stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
+    error = weight - torch.from_numpy(stored)
+    energies = (None, None)
+    if hessian is not None and bool(hessian.isfinite().all()):
+        energies = (_energy(hessian, error), _energy(hessian, weight))
+    return EncodedMatrix(
+        tensors=tensors,
+        proxy_error=_ratio(*energies),
+        output_error_energy=energies[0],
+        output_energy=energies[1],
+        relative_frobenius=_norm(error) / (_norm(weight) or 1.0),
+        g_scale=g,
+        fallback=ready.fallback,
+        notes=tuple(notes),
+        stored_bits=sum(8 * t.numel() * t.element_size() for t in tensors.values()),
+        weights=weight.numel(),
+    )
+
+
+def _energy(hessian: Tensor, matrix: Tensor) -> float:
+    """``tr(M^T H M)``: products in fp32, the last sum in float64."""
+    return float((matrix * (hessian @ matrix)).sum(dtype=torch.float64))
+
+
+def _ratio(error: float | None, whole: float | None) -> float | None:
+    """Their quotient where the Hessian gives one: None without outputs, or if it is indefinite."""
+    if error is None or whole is None or error < 0 or whole <= 0:
+        return None
+    return error / whole
+
+
+def _norm(matrix: Tensor) -> float:
+    return float(matrix.double().norm())
+
+
+def _one_matrix(path: Path, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> None:
+    for name in names:
+        if name not in tensors:
+            raise QuantizeError(
+                f"tensor {name} is missing",
+                file=path,
+                expected=", ".join(names),
+                found=", ".join(tensors) or "no tensors",
+                fix="write the file with these names",
+            )
+
+
+def encode_file(
+    in_path: str | os.PathLike[str],
+    out_path: str | os.PathLike[str],
+    rate: int,
+    name: str | None = None,
+    signs_path: str | os.PathLike[str] | None = None,
+    options: Options = Options(),
+    threads: int = 1,
+) -> dict[str, float | str | None]:
+    """Encode the matrix of a file (`trellisbank encode`).
+
+    Args:
+        in_path: safetensors with ``W`` (in, out) bf16, fp16 or fp32; optionally ``H`` fp32 (in, in) =
+            ``X^T X`` and ``count`` (1 when absent).
+        out_path: gets ``trellis``, ``suh``, ``svh``, ``mul1``.
+        rate: bits a weight, 1..8.
+        name: what the signs are derived from; ``matrix`` when absent.
+        signs_path: safetensors with ``suh`` and ``svh`` whose signs are used instead.
+        options: parameters.
+        threads: worker threads.
+
+    Returns:
+        ``proxy_error`` (None without a usable ``H``), ``relative_frobenius``, ``g_scale``,
+        ``fallback`` (None or the reason), ``seconds``.
+
+    Raises:
+        QuantizeError: for missing tensors, wrong shapes, and as `quantize_matrix`.
+    """
+    tensors = read_file(in_path)
+    _one_matrix(Path(in_path), tensors, ("W",))
+    weight = tensors["W"]
+    if weight.ndim != 2 or not weight.is_floating_point():
+        raise QuantizeError(
+            "W is not a matrix of weights",
+            file=in_path,
+            tensor="W",
+            expected="two axes (in, out), bf16, fp16 or fp32",
+            found=f"{weight.dtype} {list(weight.shape)}",
+            fix="dequantize the matrix first",
+        )
+    hessian = tensors.get("H")
+    count = int(tensors["count"]) if "count" in tensors else 1
+    signs = None
+    if signs_path is not None:
+        given = read_file(signs_path)
+        _one_matrix(Path(signs_path), given, ("suh", "svh"))
+        if given["suh"].shape != weight.shape[:1] or given["svh"].shape != weight.shape[1:]:
+            raise QuantizeError(
+                "signs do not fit the matrix",
+                file=signs_path,
+                expected=f"suh [{weight.shape[0]}], svh [{weight.shape[1]}]",
+                found=f"suh {list(given['suh'].shape)}, svh {list(given['svh'].shape)}",
+                fix="take the signs of an encoding of the same matrix",
+            )
+        # Regularizing divides by a negative constant, so stored input signs are the drawn ones, negated.
+        signs = (_signs_of(-given["suh"]), _signs_of(given["svh"]))
+    start = time.perf_counter()
+    encoded = quantize_matrix(
+        weight,
+        None if hessian is None else hessian.float(),
+        count,
+        rate,
+        name or NO_NAME,
+        options,
+        signs=signs,
+        threads=threads,
+    )
+    seconds = time.perf_counter() - start
+    write_tensors(out_path, encoded.tensors)
+    return {
+        "proxy_error": encoded.proxy_error,
+        "relative_frobenius": encoded.relative_frobenius,
+        "g_scale": encoded.g_scale,
+        "fallback": encoded.fallback,
+        "seconds": seconds,
+    }
+
+
+def _signs_of(scales: Tensor) -> Tensor:
+    return torch.where(scales < 0, -1.0, 1.0)
+
+
+def decode_file(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str]) -> None:
+    """Decode the matrix of a file (`trellisbank decode`).
+
+    Args:
+        in_path: safetensors with ``trellis``, ``suh``, ``svh`` and ``mul1``, ``mcg`` or neither (3INST).
+        out_path: gets ``inner`` fp16 and ``weight`` fp32, both (in, out).
+
+    Raises:
+        QuantizeError: for missing tensors.
+        FormatError: for tensors outside the format.
+    """
+    tensors = read_file(in_path)
+    _one_matrix(Path(in_path), tensors, ("trellis", "suh", "svh"))
+    codebook = "3inst"
+    for name in trellis.MARKERS:
+        if name in tensors:
+            trellis.check_marker(name, int(tensors[name]))
+            codebook = name
+    packed, suh, svh = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
+    weight = trellis.decode(packed, suh, svh, codebook)
+    inner = trellis.decode_inner(packed, codebook)
+    write_tensors(out_path, {"inner": torch.from_numpy(inner), "weight": torch.from_numpy(weight)})

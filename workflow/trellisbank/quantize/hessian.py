@@ -1,0 +1,244 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Hessians of the layer-wise least-squares problem: sums of outer products of a matrix's inputs.
+
+For ``y = x W`` the error of a quantized ``W - E`` over calibration rows ``X`` is ``|X E|^2 =
+tr(E^T H E)`` with ``H = X^T X``. Sums are fp32 in a fixed order: captures as given, tokens ascending,
+chunks of `CHUNK` rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from trellisbank.formats.trellis import hadamard128
+from trellisbank.model.moe import expert_hidden
+
+CHUNK = 1024
+"""Rows added at a time. Part of the result: it fixes the order of summation."""
+
+BLOCK = 16
+"""Rows of a block of error feedback: those of a tile."""
+
+RETRIES = 10
+"""Times that the damping is raised when the factorization fails, as exllamav3 does."""
+
+TINY = 1e-20
+"""A mean diagonal below this holds no calibration (exllamav3's bound)."""
+
+Capture = tuple[Tensor, Tensor, Tensor]
+"""FFN inputs bf16 ``[n, D]``, chosen experts int64 ``[n, T]``, routing weights fp32 ``[n, T]``."""
+
+
+@dataclass
+class Hessian:
+    """Sum of outer products.
+
+    Attributes:
+        matrix: fp32 ``[k, k]``, ``X^T X``, not normalised.
+        count: rows added.
+        dropped: rows left out because they held a non-finite value.
+    """
+
+    matrix: Tensor
+    count: int = 0
+    dropped: int = 0
+
+
+def empty(k: int) -> Hessian:
+    """No rows yet."""
+    return Hessian(torch.zeros(k, k))
+
+
+def accumulate(hessian: Hessian, rows: Tensor) -> None:
+    """Add ``x^T x`` for every row with finite entries; count the others.
+
+    Args:
+        hessian: changed in place.
+        rows: ``[n, k]``, any floating dtype; products and sums are fp32.
+    """
+    for chunk in rows.split(CHUNK):
+        x = chunk.float()
+        finite = x.isfinite().all(dim=1)
+        kept = x[finite]
+        hessian.count += len(kept)
+        hessian.dropped += len(x) - len(kept)
+        if len(kept):
+            hessian.matrix.addmm_(kept.T, kept)
+
+
+def expert_hessians(
+    captures: Iterable[Capture],
+    expert: int,
+    w1: Tensor,
+    w3: Tensor,
+    limit: float,
+    down_weighting: Literal["none", "route"] = "none",
+) -> tuple[Hessian, Hessian]:
+    """Hessians of one routed expert's two matrix groups, from its own tokens.
+
+    Args:
+        captures: one for each split, in a fixed order; tokens may have any leading shape.
+        expert: its number.
+        w1: gate, bf16 ``[I, D]``.
+        w3: up, bf16 ``[I, D]``.
+        limit: SwiGLU clamp, 0 for none.
+        down_weighting: ``none``: the inputs of ``w2`` without the routing weight; ``route``: with it,
+            as the forward feeds them.
+
+    Returns:
+        gate_up ``[D, D]`` of the FFN inputs, down ``[I, I]`` of the bf16 activations before ``w2``.
+    """
+    gate_up, down = empty(w1.shape[1]), empty(w1.shape[0])
+    for inputs, chosen, weights in captures:
+        mine = chosen.flatten(0, -2) == expert
+        tokens = mine.any(dim=1).nonzero().squeeze(1)
+        x = inputs.flatten(0, -2)[tokens]
+        routing = (weights.flatten(0, -2) * mine)[tokens].sum(dim=1)
+        accumulate(gate_up, x)
+        for part, route in zip(x.split(CHUNK), routing.split(CHUNK), strict=True):
+            hidden = expert_hidden(part, w1, w3, limit)
+            if down_weighting == "route":
+                hidden = hidden * route.unsqueeze(1)
+            accumulate(down, hidden.to(torch.bfloat16))
+    return gate_up, down
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """What a Hessian says about its calibration.
+
+    Attributes:
+        count: rows added.
+        dropped: rows with non-finite values.
+        trace: sum of squares of all inputs.
+        dead_inputs: channels that were zero in every row.
+        rank: eigenvalues above ``k * eps * largest`` (fp32 eps); None where the matrix is not finite.
+        rank_deficiency: ``k - rank``. Normal for experts with few tokens: damping fills it.
+        condition: largest over smallest eigenvalue above that bound; None without one.
+    """
+
+    count: int
+    dropped: int
+    trace: float
+    dead_inputs: int
+    rank: int | None
+    rank_deficiency: int | None
+    condition: float | None
+
+
+def statistics(hessian: Hessian) -> Statistics:
+    """Count, trace, rank and condition. Costs a symmetric eigenvalue problem of size ``k``."""
+    matrix = hessian.matrix
+    diagonal = matrix.diagonal().double()
+    rank: int | None = None
+    condition: float | None = None
+    if bool(matrix.isfinite().all()):
+        eigenvalues = torch.linalg.eigvalsh(matrix)
+        bound = len(matrix) * torch.finfo(torch.float32).eps * eigenvalues[-1].clamp(min=0)
+        kept = eigenvalues[eigenvalues > bound]
+        rank = len(kept)
+        if rank:
+            condition = float(kept[-1] / kept[0])
+    return Statistics(
+        count=hessian.count,
+        dropped=hessian.dropped,
+        trace=float(diagonal.sum()),
+        dead_inputs=int((diagonal == 0).sum()),
+        rank=rank,
+        rank_deficiency=None if rank is None else len(matrix) - rank,
+        condition=condition,
+    )
+
+
+@dataclass(frozen=True)
+class Finalized:
+    """A Hessian made ready for encoding, shared by all matrices that read the same inputs.
+
+    Attributes:
+        signs: fp32 ``[k]`` of +-1, the random input signs.
+        damped: fp32 ``[k, k]``, ``H / count + sigma_reg mean(diag) I``; None with a fallback.
+        factor: fp32 ``[k, k]``, block LDL factor of the rotated damped matrix, strictly below the
+            block diagonal; None with a fallback.
+        fallback: why there is no error feedback, or None.
+        notes: odd things that did not prevent it.
+    """
+
+    signs: Tensor
+    damped: Tensor | None
+    factor: Tensor | None
+    fallback: str | None
+    notes: tuple[str, ...] = field(default=())
+
+
+def rotate(matrix: Tensor, signs: Tensor) -> Tensor:
+    """``P diag(signs) H diag(signs) P`` for a symmetric fp32 matrix ``[k, k]``."""
+    signed = (signs[:, None] * matrix * signs).numpy()
+    return torch.from_numpy(hadamard128(hadamard128(signed, 0), 1))
+
+
+def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
+    """Factor ``H = L D L^T`` with 16-wide blocks; ``L`` without its (identity) diagonal blocks.
+
+    When the Cholesky factorization fails, ``2 sigma_reg mean(diag)`` is added to the diagonal and it
+    is tried again, ten times at most.
+
+    Returns:
+        fp32 ``[k, k]`` or None when every attempt failed, and the number of retries.
+    """
+    k = len(matrix)
+    step = 2 * sigma_reg * matrix.diagonal().mean()
+    attempt = matrix.clone()
+    for retries in range(RETRIES + 1):
+        cholesky, failed = torch.linalg.cholesky_ex(attempt)
+        if not failed:
+            break
+        attempt.diagonal().add_(step)
+    else:
+        return None, RETRIES
+    blocks = cholesky.reshape(k // BLOCK, BLOCK, k // BLOCK, BLOCK).diagonal(dim1=0, dim2=2)
+    inverses = torch.linalg.solve_triangular(
+        blocks.permute(2, 0, 1), torch.eye(BLOCK).expand(k // BLOCK, -1, -1), upper=False
+    )
+    columns = cholesky.reshape(k, k // BLOCK, BLOCK).transpose(0, 1)
+    factor = torch.bmm(columns, inverses).transpose(0, 1).reshape(k, k)
+    below = torch.arange(k)[:, None] // BLOCK > torch.arange(k) // BLOCK
+    return torch.where(below, factor, 0.0), retries
+
+
+def finalize(
+    matrix: Tensor | None, count: int, signs: Tensor, sigma_reg: float = 0.025, min_count: int = 1
+) -> Finalized:
+    """Normalise, damp, rotate and factor a Hessian.
+
+    Args:
+        matrix: fp32 ``[k, k]``, ``X^T X``; None when there is none. Not changed.
+        count: rows in it.
+        signs: fp32 ``[k]`` of +-1.
+        sigma_reg: damping as a share of the mean diagonal.
+        min_count: with fewer rows than this there is no error feedback.
+
+    Returns:
+        Never fails: what cannot be used gives a fallback with its reason.
+    """
+    if matrix is None:
+        return Finalized(signs, None, None, "no Hessian")
+    if count < min_count:
+        reason = "no calibration rows" if count == 0 else f"{count} calibration rows of {min_count}"
+        return Finalized(signs, None, None, reason)
+    if not bool(matrix.isfinite().all()):
+        return Finalized(signs, None, None, "Hessian is not finite")
+    normal = matrix / count
+    mean = normal.diagonal().mean()
+    if not bool(mean >= TINY):
+        return Finalized(signs, None, None, "Hessian's mean diagonal is not positive")
+    normal.diagonal().add_(sigma_reg * mean)
+    factor, retries = block_ldl(rotate(normal, signs), sigma_reg)
+    if factor is None or not bool(factor.isfinite().all()):
+        return Finalized(signs, None, None, f"factorization failed after {retries} retries")
+    notes = (f"damping raised {retries} times",) if retries else ()
+    return Finalized(signs, normal, factor, None, notes)
