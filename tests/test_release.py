@@ -21,7 +21,7 @@ from synthetic import (
     snapshot,
     write_ledger,
 )
-from trellisbank import files
+from trellisbank import files, safetensors_io
 from trellisbank.bank import Bank
 from trellisbank.checkpoint import open_checkpoint
 from trellisbank.errors import CheckpointError, FormatError, ReleaseError
@@ -241,6 +241,17 @@ def test_a_shard_rewritten_over_a_hard_link_leaves_the_source_alone(run, tmp_pat
     splice(run, BODY[0], tmp_path)
     assert sha256(run.source.path / BODY[0]) == before
     assert sha256(tmp_path / BODY[0]) == sha256(run.release / BODY[0])
+
+
+def test_a_kept_tensor_that_reads_back_otherwise_leaves_no_shard(run, tmp_path, monkeypatch):
+    def write_badly(path, parts, metadata):
+        safetensors_io.write_parts(path, parts, metadata)
+        change_bytes(path, "layers.0.attn_norm.weight")
+
+    monkeypatch.setattr("trellisbank.release.splice.write_parts", write_badly)
+    with pytest.raises(ReleaseError, match="other bytes than were read"):
+        splice(run, BODY[0], tmp_path)
+    assert not list(tmp_path.iterdir())
 
 
 def test_across_file_systems_shards_are_copied_and_checked(run, tmp_path, monkeypatch):
