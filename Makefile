@@ -57,7 +57,7 @@ bench: $(VENV)/installed-$(LOCK) ## encoder speed
 .PHONY: clean
 clean: ## remove the environment and caches; results and their records stay
 	rm -rf $(VENV) build workflow/trellisbank.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
-	find workflow tests resources benchmarks -name __pycache__ -prune -exec rm -rf {} +
+	find . -path ./results -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
 $(VENV)/bin/pip:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one with: make PYTHON=/path/to/python3" >&2; exit 1; }
