@@ -86,3 +86,7 @@ class ReleaseError(TrellisbankError):
 
 class AuditError(TrellisbankError):
     """A chain of records that does not hold together."""
+
+
+class ReportError(TrellisbankError):
+    """Files of a run that do not make one report."""
