@@ -7,6 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from torch import Tensor
+
 from trellisbank.checkpoint import Checkpoint, open_checkpoint
 from trellisbank.model.config import ModelConfig, model_config
 from trellisbank.model.forward import State

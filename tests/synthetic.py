@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from trellisbank.bank import GROUPS, Bank, expert_key
 from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
 from trellisbank.files import write_json

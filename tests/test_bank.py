@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from synthetic import encoded_group, sha256
 from trellisbank import safetensors_io
 from trellisbank.bank import Bank, expert_key

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+
 from trellisbank.errors import CheckpointError
 from trellisbank.files import atomic_write, digest_json, link_or_copy, read_json, write_json
 

@@ -3,6 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trellisbank.errors import FormatError
 from trellisbank.formats import fp8_block, mxfp4
 

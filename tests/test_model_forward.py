@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from model_a import LAYERS, checkpoint, config, golden
 from torch import Tensor
+
+from model_a import LAYERS, checkpoint, config, golden
 from trellisbank.errors import CheckpointError, ForwardError
 from trellisbank.model.engram import compressed_tokens, hash_ids
 from trellisbank.model.forward import (

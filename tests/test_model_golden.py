@@ -10,8 +10,9 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from model_a import LAYERS, checkpoint, config, golden, recorded
 from torch import Tensor
+
+from model_a import LAYERS, checkpoint, config, golden, recorded
 from trellisbank.model.attention import attention
 from trellisbank.model.engram import compressed_tokens, hash_ids
 from trellisbank.model.forward import Capture, State, advance, finish, first_state

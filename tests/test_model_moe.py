@@ -6,8 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from model_a import config
 from torch import Tensor
+
+from model_a import config
 from trellisbank.model import moe
 
 CFG = replace(config(), hidden_size=32, moe_intermediate_size=24, n_routed_experts=6)

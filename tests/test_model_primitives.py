@@ -10,8 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
-from model_a import config
 from torch import Tensor
+
+from model_a import config
 from trellisbank.model.primitives import (
     fake_fp4_index,
     fake_fp4_latent,

@@ -7,6 +7,7 @@ from fractions import Fraction
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from synthetic import encoded_group, write_ledger
 from trellisbank.errors import PlanError
 from trellisbank.files import write_json

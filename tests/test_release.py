@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors import safe_open
+
 from synthetic import (
     EXPERTS,
     LAYERS,

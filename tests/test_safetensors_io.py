@@ -7,6 +7,7 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trellisbank.errors import CheckpointError
 from trellisbank.safetensors_io import (
     DTYPES,
