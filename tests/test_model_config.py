@@ -5,6 +5,7 @@ import copy
 from typing import Any
 
 import pytest
+
 from model_a import checkpoint, config
 from trellisbank.errors import CheckpointError
 from trellisbank.model.config import layer_kind, model_config
@@ -60,9 +61,9 @@ def test_layer_kinds_of_the_release() -> None:
         ({"num_experts_per_tok": 9}, "num_experts_per_tok"),
         ({"qk_rope_head_dim": 31}, "qk_rope_head_dim"),
         ({"compress_ratios": [0, 2, 2, 1]}, "compress_ratios"),
-        ({"compress_ratios": [2, 2, 2, 1, 1, 1]}, "layer 0 has no compressed keys"),
-        ({"compress_ratios": [0, 2, 1, 1, 1, 1]}, "layer 2 reads the keys of layer 1"),
-        ({"compress_ratios": [0, 2, 2, 1, 0, 1]}, "layer 4 indexes without compression"),
+        ({"compress_ratios": [2, 2, 2, 1, 1, 1]}, "Layer 0 has no compressed keys"),
+        ({"compress_ratios": [0, 2, 1, 1, 1, 1]}, "Layer 2 reads the keys of layer 1"),
+        ({"compress_ratios": [0, 2, 2, 1, 0, 1]}, "Layer 4 indexes without compression"),
         ({"kv_source_layer_ids": [1, 2, 3]}, "does not index"),
         ({"kv_source_layer_ids": [3, 1]}, "kv_source_layer_ids"),
         ({"index_source_layer_ids": [1, 3, 6]}, "index_source_layer_ids"),

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
 from model_a import checkpoint, config
 from trellisbank.errors import CheckpointError, ForwardError
 from trellisbank.model import engram
@@ -106,8 +107,11 @@ def test_another_tokenizer_is_refused(tmp_path: Path) -> None:
     path = checkpoint().path / "tokenizer.json"
     with pytest.raises(CheckpointError, match="compressed vocabulary"):
         engram.compressed_tokens(replace(config(), engram_compressed_vocab_size=808), path)
-    with pytest.raises(CheckpointError, match="tokenizer"):
-        engram.compressed_tokens(config(), tmp_path / "tokenizer.json")
+    for content in (None, "{}", "no JSON"):
+        if content is not None:
+            (tmp_path / "tokenizer.json").write_text(content)
+        with pytest.raises(CheckpointError, match="cannot be read"):
+            engram.compressed_tokens(config(), tmp_path / "tokenizer.json")
 
 
 def test_ids_that_the_tokenizer_lacks_are_refused() -> None:

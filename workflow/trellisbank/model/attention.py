@@ -35,17 +35,17 @@ GATHER_BYTES = 1 << 30
 class Slots:
     """What attention hands from layer to layer; None until a layer has written it.
 
-    ``n`` latents: one for each complete group of ``ratio`` tokens.
+    `n` latents: one for each complete group of `ratio` tokens.
     """
 
     compressed_kv: Tensor | None = None
-    """bf16 ``[rows, n, d]``: keys and values at once."""
+    """bf16 `[rows, n, d]`: keys and values at once."""
     index_key: Tensor | None = None
-    """bf16 ``[rows, n, di]``."""
+    """bf16 `[rows, n, di]`."""
     selection: Tensor | None = None
-    """int32 ``[rows, S, min(k, n)]``: latents a query reads, ascending, then -1 for empty."""
+    """int32 `[rows, S, min(k, n)]`: latents a query reads, ascending, then -1 for empty."""
     candidates: Tensor | None = None
-    """bool ``[rows, S, n]``: the pool that later selections draw from."""
+    """bool `[rows, S, n]`: the pool that later selections draw from."""
 
 
 AnySlots = TypeVar("AnySlots", bound=Slots)
@@ -57,14 +57,14 @@ def attention(
     """Attention of all positions of some rows at once, starting at position 0.
 
     Args:
-        cfg: the model.
-        layer: body layer.
-        x: bf16 ``[rows, S, D]``, after ``attn_norm``.
-        weights: the layer's tensors, named as in the checkpoint below ``layers.N.``.
-        slots: as the layer before left them.
+        cfg: The model.
+        layer: Body layer.
+        x: bf16 `[rows, S, D]`, after `attn_norm`.
+        weights: The layer's tensors, named as in the checkpoint below `layers.N.`.
+        slots: As the layer before left them.
 
     Returns:
-        bf16 ``[rows, S, D]`` and the slots for the next layer.
+        bf16 `[rows, S, D]` and the slots for the next layer.
     """
     ratio = cfg.compress_ratios[layer]
     length = x.shape[1]
@@ -125,7 +125,7 @@ def _publish(
 
 
 def compress(cfg: ModelConfig, ratio: int, x: Tensor, weights: Weights) -> Tensor:
-    """One latent for each complete group of ``ratio`` tokens: bf16 ``[rows, S // ratio, d]``.
+    """One latent for each complete group of `ratio` tokens: bf16 `[rows, S // ratio, d]`.
 
     Ratio 1 is a bf16 linear; above, tokens of a group are pooled in fp32 with a softmax per
     channel. Neither rotated nor quantized.
@@ -142,7 +142,7 @@ def compress(cfg: ModelConfig, ratio: int, x: Tensor, weights: Weights) -> Tenso
 
 
 def visible(length: int, count: int, ratio: int, device: torch.device) -> Tensor:
-    """Query ``i`` sees latent ``t`` once its group is complete at ``i``: bool ``[S, n]``."""
+    """Query `i` sees latent `t` once its group is complete at `i`: bool `[S, n]`."""
     queries = torch.arange(1, length + 1, device=device).unsqueeze(1)
     return torch.arange(count, device=device) < queries // ratio
 
@@ -150,7 +150,7 @@ def visible(length: int, count: int, ratio: int, device: torch.device) -> Tensor
 def index_scores(
     cfg: ModelConfig, ratio: int, x: Tensor, latent: Tensor, index_key: Tensor, weights: Weights
 ) -> Tensor:
-    """Score of every latent for every query, bf16 ``[rows, S, n]``, -inf where not visible.
+    """Score of every latent for every query, bf16 `[rows, S, n]`, -inf where not visible.
 
     Rounded to bf16 at each step: dot product, times head weight, sum over heads.
     """
@@ -169,12 +169,12 @@ def candidate_pool(cfg: ModelConfig, ratio: int, scores: Tensor) -> Tensor:
     """Keep the best blocks of latents for each query, and the newest visible one always.
 
     Args:
-        cfg: the model.
-        ratio: tokens a latent.
-        scores: bf16 ``[rows, S, n]``, masked.
+        cfg: The model.
+        ratio: Tokens a latent.
+        scores: bf16 `[rows, S, n]`, masked.
 
     Returns:
-        bool ``[rows, S, n]``.
+        bool `[rows, S, n]`.
     """
     size = cfg.candidate_block_size
     length, count = scores.shape[-2:]
@@ -192,7 +192,7 @@ def candidate_pool(cfg: ModelConfig, ratio: int, scores: Tensor) -> Tensor:
 
 
 def select(scores: Tensor, most: int, ratio: int) -> Tensor:
-    """The best latents of each query: int32 ``[rows, S, min(most, n)]``.
+    """The best latents of each query: int32 `[rows, S, min(most, n)]`.
 
     Ascending; latents that are not visible become -1, which leaves those at the end.
     """
@@ -203,7 +203,7 @@ def select(scores: Tensor, most: int, ratio: int) -> Tensor:
 
 
 def window_positions(length: int, window: int, device: torch.device) -> Tensor:
-    """int64 ``[S, min(window, S)]``: positions a query sees in its window, then -1 for none."""
+    """int64 `[S, min(window, S)]`: positions a query sees in its window, then -1 for none."""
     query = torch.arange(length, device=device).unsqueeze(1)
     position = (query - window + 1).clamp_min(0) + torch.arange(min(window, length), device=device)
     return torch.where(position <= query, position, -1)
@@ -216,13 +216,13 @@ def attend(query: Tensor, keys: Tensor, positions: Tensor, sink: Tensor) -> Tens
     for the values but not for the denominator; the division comes last.
 
     Args:
-        query: bf16 ``[rows, S, H, d]``.
-        keys: bf16 ``[rows, n, d]``.
-        positions: int64 ``[rows, S, m]`` into ``keys``, -1 for none; at least one is there.
-        sink: fp32 ``[H]``, not scaled.
+        query: bf16 `[rows, S, H, d]`.
+        keys: bf16 `[rows, n, d]`.
+        positions: int64 `[rows, S, m]` into `keys`, -1 for none; at least one is there.
+        sink: fp32 `[H]`, not scaled.
 
     Returns:
-        bf16 ``[rows, S, H, d]``.
+        bf16 `[rows, S, H, d]`.
     """
     rows, count, width = keys.shape
     flat = keys.reshape(rows * count, width)

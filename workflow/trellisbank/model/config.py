@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The part of ``config.json`` that the text forward reads, checked."""
+"""The part of `config.json` that the text forward reads, checked."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -51,9 +51,9 @@ POSITIVE = (
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Sizes and constants of the text model; a field is named as its key in ``text_config``.
+    """Sizes and constants of the text model; a field is named as its key in `text_config`.
 
-    ``compress_ratios`` holds the body layers only. The ``yarn_*`` fields are ``rope_scaling``.
+    `compress_ratios` holds the body layers only. The `yarn_*` fields are `rope_scaling`.
     """
 
     vocab_size: int
@@ -109,8 +109,8 @@ class ModelConfig:
 def layer_kind(cfg: ModelConfig, layer: int) -> LayerKind:
     """What a layer's attention does beside its sliding window.
 
-    ``window``: nothing. ``full``: builds compressed keys and selects from them. ``reindex``:
-    selects anew from the keys of the last ``full`` layer. ``reuse``: takes keys and selection
+    `window`: nothing. `full`: builds compressed keys and selects from them. `reindex`:
+    selects anew from the keys of the last `full` layer. `reuse`: takes keys and selection
     as the layers before left them.
     """
     if cfg.compress_ratios[layer] == 0:
@@ -121,41 +121,41 @@ def layer_kind(cfg: ModelConfig, layer: int) -> LayerKind:
 
 
 def last_source(sources: Sequence[int], layer: int) -> int | None:
-    """The newest of ``sources`` at or before ``layer``."""
+    """The newest of `sources` at or before `layer`."""
     return max((source for source in sources if source <= layer), default=None)
 
 
 def model_config(raw: Mapping[str, Any]) -> ModelConfig:
-    """Parse and check a nested ``config.json``.
+    """Parse and check a nested `config.json`.
 
     Args:
-        raw: the parsed file.
+        raw: The parsed file.
 
     Raises:
-        CheckpointError: unknown architecture, a key that is missing or of the wrong type, a
+        CheckpointError: Unknown architecture, a key that is missing or of the wrong type, a
             fixed key with another value, or sizes and layer lists that contradict one another.
     """
     if raw.get("model_type") != MODEL_TYPE:
         raise _bad("The architecture is unknown.", MODEL_TYPE, raw.get("model_type"))
     text = raw.get("text_config")
     if not isinstance(text, Mapping):
-        raise _bad("text_config is missing", "an object", text)
+        raise _bad("text_config is missing.", "an object", text)
     for key, wanted in FIXED.items():
         if text.get(key, wanted) != wanted:
-            raise _bad(f"text_config.{key} is not supported", wanted, text[key])
+            raise _bad(f"text_config.{key} is not supported.", wanted, text[key])
     scaling = text.get("rope_scaling")
     if not isinstance(scaling, Mapping):
-        raise _bad("text_config.rope_scaling is missing", "an object", scaling)
+        raise _bad("text_config.rope_scaling is missing.", "an object", scaling)
     kind = scaling.get("rope_type", scaling.get("type"))
     if kind != "yarn":
-        raise _bad("text_config.rope_scaling has an unknown type", "yarn", kind)
+        raise _bad("text_config.rope_scaling has an unknown type.", "yarn", kind)
     flat = dict(text) | {f"yarn_{key}": value for key, value in scaling.items()}
     cfg = ModelConfig(**{f.name: _value(flat, f.name, f.type) for f in fields(ModelConfig)})
     drafts = _value({"num_nextn_predict_layers": 0} | flat, "num_nextn_predict_layers", int)
     layers = cfg.num_hidden_layers
     if len(cfg.compress_ratios) not in (layers, layers + drafts):
         raise _bad(
-            "compress_ratios has a wrong length",
+            "compress_ratios has a wrong length.",
             f"{layers} (body layers) or {layers + drafts} (with the drafts)",
             len(cfg.compress_ratios),
         )
@@ -179,7 +179,7 @@ def _bad(what: str, expected: object, found: object, fix: str | None = None) -> 
 def _value(flat: Mapping[str, Any], name: str, kind: object) -> Any:
     """One key, as the type that the field declares."""
     if name not in flat:
-        raise _bad(f"text_config.{name} is missing", "a value", "nothing")
+        raise _bad(f"text_config.{name} is missing.", "a value", "nothing")
     value = flat[name]
 
     def is_int(item: object) -> bool:
@@ -187,16 +187,16 @@ def _value(flat: Mapping[str, Any], name: str, kind: object) -> Any:
 
     if kind == tuple[int, ...]:
         if not isinstance(value, list) or not all(is_int(item) for item in value):
-            raise _bad(f"text_config.{name} has a wrong type", "a list of integers", value)
+            raise _bad(f"text_config.{name} has a wrong type.", "a list of integers", value)
         return tuple(value)
     if kind is float:
         if not is_int(value) and not isinstance(value, float):
-            raise _bad(f"text_config.{name} has a wrong type", "a number", value)
+            raise _bad(f"text_config.{name} has a wrong type.", "a number", value)
         return float(value)
     if not is_int(value):
-        raise _bad(f"text_config.{name} has a wrong type", "an integer", value)
+        raise _bad(f"text_config.{name} has a wrong type.", "an integer", value)
     if value < 0 and name != "candidate_source_layer_id":
-        raise _bad(f"text_config.{name} is negative", "at least 0", value)
+        raise _bad(f"text_config.{name} is negative.", "at least 0", value)
     return value
 
 
@@ -204,7 +204,7 @@ def _check_sizes(cfg: ModelConfig) -> None:
     """Refuse sizes with which a formula of the forward has no meaning."""
     for name in POSITIVE:
         if getattr(cfg, name) < 1:
-            raise _bad(f"text_config.{name} is out of range", "at least 1", getattr(cfg, name))
+            raise _bad(f"text_config.{name} is out of range.", "at least 1", getattr(cfg, name))
     rotary = cfg.qk_rope_head_dim
     demands = [
         ("head_dim", cfg.head_dim % 32 == 0, "a multiple of 32, the fake-quant group"),
@@ -233,7 +233,7 @@ def _check_sizes(cfg: ModelConfig) -> None:
     ]
     for name, holds, expected in demands:
         if not holds:
-            raise _bad(f"text_config.{name} is inconsistent", expected, getattr(cfg, name))
+            raise _bad(f"text_config.{name} is inconsistent.", expected, getattr(cfg, name))
 
 
 def _check_layer_lists(cfg: ModelConfig) -> None:
@@ -242,22 +242,22 @@ def _check_layer_lists(cfg: ModelConfig) -> None:
     for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
         ids = getattr(cfg, name)
         if list(ids) != sorted(set(ids)) or any(i >= cfg.num_hidden_layers for i in ids):
-            raise _bad(f"text_config.{name} is wrong", "ascending body layers", list(ids))
+            raise _bad(f"text_config.{name} is wrong.", "ascending body layers", list(ids))
     if not set(kv) <= set(index):
-        raise _bad("a layer that builds keys does not index them", f"{list(kv)} among them", index)
+        raise _bad("A layer that builds keys does not index them.", f"{list(kv)} among them", index)
     for layer, ratio in enumerate(ratios):
         if ratio == 0:
             if layer in index:
-                raise _bad(f"layer {layer} indexes without compression", "a ratio above 0", 0)
+                raise _bad(f"Layer {layer} indexes without compression.", "a ratio above 0", 0)
             continue
         source = last_source(kv, layer)
         if source is None:
             raise _bad(
-                f"layer {layer} has no compressed keys to read", "a layer that builds them", kv
+                f"Layer {layer} has no compressed keys to read.", "a layer that builds them", kv
             )
         if ratios[source] != ratio:
             raise _bad(
-                f"layer {layer} reads the keys of layer {source} at another ratio",
+                f"Layer {layer} reads the keys of layer {source} at another ratio.",
                 ratios[source],
                 ratio,
             )
@@ -265,17 +265,17 @@ def _check_layer_lists(cfg: ModelConfig) -> None:
     if pool < 0:
         return
     if pool not in index:
-        raise _bad("candidate_source_layer_id does not index", f"one of {list(index)}", pool)
+        raise _bad("candidate_source_layer_id does not index.", f"one of {list(index)}", pool)
     for layer in index:
         if layer > pool and ratios[layer] != ratios[pool]:
             raise _bad(
-                f"layer {layer} draws from a pool of another ratio", ratios[pool], ratios[layer]
+                f"Layer {layer} draws from a pool of another ratio.", ratios[pool], ratios[layer]
             )
     surely = (cfg.candidate_topk_blocks - 1) * cfg.candidate_block_size + 1
     if surely < cfg.index_topk:
         # Below this the selection would fill up with positions outside the pool, in no order.
         raise _bad(
-            "the candidate pool can be smaller than the selection",
+            "The candidate pool can be smaller than the selection.",
             f"(candidate_topk_blocks - 1) * candidate_block_size + 1 >= {cfg.index_topk}",
             surely,
         )

@@ -28,13 +28,13 @@ def engram(cfg: ModelConfig, stream: Tensor, memory: Tensor, weights: Weights) -
     """Add the gated memory to each copy of the stream.
 
     Args:
-        cfg: the model.
-        stream: bf16 ``[..., C, D]``.
-        memory: bf16 ``[..., columns, width]``: the table's rows of each token's hash ids.
-        weights: the layer's tensors.
+        cfg: The model.
+        stream: bf16 `[..., C, D]`.
+        memory: bf16 `[..., columns, width]`: the table's rows of each token's hash ids.
+        weights: The layer's tensors.
 
     Returns:
-        bf16 ``[..., C, D]``.
+        bf16 `[..., C, D]`.
     """
     copies, width = stream.shape[-2:]
     mixed = linear(memory.flatten(-2), weights["engram.wkv"]).float()
@@ -52,7 +52,7 @@ def engram(cfg: ModelConfig, stream: Tensor, memory: Tensor, weights: Weights) -
 
 
 def unique_rows(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """Make a reader of distinct ascending ids take ids of any shape: ``[...]`` to ``[..., w]``."""
+    """Make a reader of distinct ascending ids take ids of any shape: `[...]` to `[..., w]`."""
 
     def rows(ids: Tensor) -> Tensor:
         distinct, place = ids.unique(return_inverse=True)
@@ -66,29 +66,29 @@ def unique_rows(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 def compressed_tokens(cfg: ModelConfig, tokenizer: Path) -> np.ndarray:
-    """Compressed id of each token id, int64 ``[len(tokenizer)]``; computed once a tokenizer.
+    """Compressed id of each token id, int64 `[len(tokenizer)]`; computed once a tokenizer.
 
     Args:
-        cfg: the model.
-        tokenizer: ``tokenizer.json`` of the checkpoint.
+        cfg: The model.
+        tokenizer: `tokenizer.json` of the checkpoint.
 
     Raises:
-        CheckpointError: no such file, or it gives another number of distinct ids than the model
+        CheckpointError: No such file, or it gives another number of distinct ids than the model
             was trained with (every hash id would be wrong).
     """
     try:
-        text = tokenizer.read_text(encoding="utf-8")
-    except OSError as error:
+        ids = _compress(tokenizer.read_text(encoding="utf-8"))
+    except Exception as error:  # the tokenizers library raises nothing more specific
         raise CheckpointError(
-            "the tokenizer cannot be read, and Engram ids need it",
+            "The tokenizer cannot be read, and Engram ids need it.",
             file=tokenizer,
-            found=error.strerror,
+            expected="tokenizer.json of this checkpoint",
+            found=str(error),
             fix="copy tokenizer.json from the release",
         ) from error
-    ids = _compress(text)
     if ids.max() + 1 != cfg.engram_compressed_vocab_size:
         raise CheckpointError(
-            "the tokenizer gives another compressed vocabulary than the model was trained with",
+            "The tokenizer gives another compressed vocabulary than the model was trained with.",
             file=tokenizer,
             expected=cfg.engram_compressed_vocab_size,
             found=int(ids.max()) + 1,
@@ -130,10 +130,10 @@ def _compress(text: str) -> np.ndarray:
 def primes(cfg: ModelConfig) -> tuple[tuple[int, ...], ...]:
     """Table sizes of each Engram layer, in column order (n-gram length, then head).
 
-    One ascending sequence of primes over all layers, from ``engram_vocab_size`` on.
+    One ascending sequence of primes over all layers, from `engram_vocab_size` on.
 
     Raises:
-        CheckpointError: a layer's sizes do not add up to its ``engram_num_embeddings``.
+        CheckpointError: A layer's sizes do not add up to its `engram_num_embeddings`.
     """
     found: list[tuple[int, ...]] = []
     candidate = max(cfg.engram_vocab_size, 2)
@@ -146,7 +146,7 @@ def primes(cfg: ModelConfig) -> tuple[tuple[int, ...], ...]:
             candidate += 1
         if sum(own) != cfg.engram_num_embeddings[place]:
             raise CheckpointError(
-                "the Engram table has another size than its hash functions",
+                "The Engram table has another size than its hash functions.",
                 file="config.json",
                 tensor="text_config.engram_num_embeddings",
                 layer=layer,
@@ -171,13 +171,13 @@ def hash_compressed(cfg: ModelConfig, layer: int, compressed: np.ndarray, pad: i
     """Rows of the layer's table for each token.
 
     Args:
-        cfg: the model.
-        layer: an Engram layer.
-        compressed: compressed ids, int64 ``[..., S]``.
-        pad: compressed id that stands for tokens before the row.
+        cfg: The model.
+        layer: An Engram layer.
+        compressed: Compressed ids, int64 `[..., S]`.
+        pad: Compressed id that stands for tokens before the row.
 
     Returns:
-        int64 ``[..., S, columns]``.
+        int64 `[..., S, columns]`.
     """
     sizes = np.array(primes(cfg)[cfg.engram_layer_ids.index(layer)], dtype=np.int64)
     offsets = np.cumsum(sizes) - sizes
@@ -196,23 +196,23 @@ def hash_compressed(cfg: ModelConfig, layer: int, compressed: np.ndarray, pad: i
 
 
 def hash_ids(cfg: ModelConfig, layer: int, ids: Tensor, compressed: np.ndarray) -> Tensor:
-    """Hash ids of token rows: int64 ``[rows, S]`` to int64 ``[rows, S, columns]``.
+    """Hash ids of token rows: int64 `[rows, S]` to int64 `[rows, S, columns]`.
 
     N-grams run over document boundaries inside a row.
 
     Args:
-        cfg: the model.
-        layer: an Engram layer.
-        ids: token ids.
-        compressed: from :func:`compressed_tokens`.
+        cfg: The model.
+        layer: An Engram layer.
+        ids: Token ids.
+        compressed: From `compressed_tokens`.
 
     Raises:
-        ForwardError: an id that the tokenizer does not have.
+        ForwardError: An id that the tokenizer does not have.
     """
     largest = int(ids.max()) if ids.numel() else 0
     if max(largest, cfg.engram_pad_token_id) >= len(compressed):
         raise ForwardError(
-            "a token id has no place in the tokenizer, so it cannot be hashed",
+            "A token id has no place in the tokenizer, so it cannot be hashed.",
             layer=layer,
             expected=f"ids below {len(compressed)}",
             found=max(largest, cfg.engram_pad_token_id),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward, one layer at a time: prefill of whole rows from position 0.
 
-A row's result depends on its own ids alone. With ``rows_at_once=1`` (the default) that holds to
+A row's result depends on its own ids alone. With `rows_at_once=1` (the default) that holds to
 the last bit, whatever other rows are run beside it.
 """
 
@@ -55,7 +55,7 @@ def check_rows(cfg: ModelConfig, ids: Tensor, file: Path | str | None = None) ->
     """Refuse rows that the model has no answer for.
 
     Raises:
-        ForwardError: not int64 ``[rows, S]``, empty, longer than the model's positions, or an id
+        ForwardError: Not int64 `[rows, S]`, empty, longer than the model's positions, or an id
             outside the vocabulary.
     """
 
@@ -90,12 +90,12 @@ def first_state(cfg: ModelConfig, ids: Tensor, embed: Tensor) -> State:
     """The state before layer 0: each copy is the embedding, copy 0 is read first.
 
     Args:
-        cfg: the model.
-        ids: int64 ``[rows, S]``.
-        embed: bf16 ``[V, D]``.
+        cfg: The model.
+        ids: int64 `[rows, S]`.
+        embed: bf16 `[V, D]`.
 
     Raises:
-        ForwardError: see :func:`check_rows`.
+        ForwardError: See `check_rows`.
     """
     check_rows(cfg, ids)
     embedded = F.embedding(ids.to(embed.device), embed)
@@ -118,17 +118,17 @@ def run_layer(
     """One layer on some rows; differentiable.
 
     Beside the weights and one row's intermediate results it holds about
-    ``rows * S * D * (6 * C + 8)`` bytes: three streams, the FFN's inputs and its fp32 sum.
+    `rows * S * D * (6 * C + 8)` bytes: three streams, the FFN's inputs and its fp32 sum.
 
     Args:
-        cfg: the model.
-        layer: body layer.
-        state: after the layer before.
-        weights: from :func:`load_layer`, or one's own tensors under the same names.
-        experts: gives ``(w1, w2, w3)`` of a routed expert; called once for each that has a token.
-        memory: gives Engram rows for hash ids, bf16 ``[..., columns, width]``; Engram layers only.
-        hashes: int64 ``[rows, S, columns]``; Engram layers only.
-        rows_at_once: rows in one product. Above 1 (training) results may differ in last bits.
+        cfg: The model.
+        layer: Body layer.
+        state: After the layer before.
+        weights: From `load_layer`, or one's own tensors under the same names.
+        experts: Gives `(w1, w2, w3)` of a routed expert; called once for each that has a token.
+        memory: Gives Engram rows for hash ids, bf16 `[..., columns, width]`; Engram layers only.
+        hashes: int64 `[rows, S, columns]`; Engram layers only.
+        rows_at_once: Rows in one product. Above 1 (training) results may differ in last bits.
     """
     after: list[State] = []
     combs: list[Tensor] = []
@@ -182,14 +182,14 @@ def finish(
     Logits are fp32 products, made a row and a block of the vocabulary at a time.
 
     Args:
-        cfg: the model.
-        state: after the last layer.
-        ids: int64 ``[rows, S]``.
-        norm: bf16 ``[D]``.
-        head: bf16 ``[V, D]``.
+        cfg: The model.
+        state: After the last layer.
+        ids: int64 `[rows, S]`.
+        norm: bf16 `[D]`.
+        head: bf16 `[V, D]`.
 
     Returns:
-        bf16 ``[rows, S, D]`` and fp32 ``[rows, S - 1]``, in nats: entry ``s`` scores token ``s+1``.
+        bf16 `[rows, S, D]` and fp32 `[rows, S - 1]`, in nats: entry `s` scores token `s+1`.
     """
     hiddens, losses = [], []
     for row, row_ids in enumerate(ids.to(head.device)):
@@ -209,7 +209,7 @@ def finish(
 def layer_statistics(cfg: ModelConfig, state: State, capture: Capture) -> dict[str, Any]:
     """What planning and the report need of a layer; means are over rows and tokens, fp64.
 
-    ``gain`` is the length of the mean writing vector over the rms of the stream (all copies): how
+    `gain` is the length of the mean writing vector over the rms of the stream (all copies): how
     strongly an error of the FFN's output shows in the stream.
     """
     counts = torch.bincount(capture.route_indices.flatten(), minlength=cfg.n_routed_experts)
@@ -238,16 +238,16 @@ def advance(
     """Run one layer of a checkpoint on the state's device, reading what it needs.
 
     Args:
-        checkpoint: source or release.
-        cfg: its model.
-        layer: body layer.
-        ids: int64 ``[rows, S]``, hashed on Engram layers.
-        state: after the layer before.
-        dtype: of the linear maps, see :func:`load_layer`.
+        checkpoint: Source or release.
+        cfg: Its model.
+        layer: Body layer.
+        ids: int64 `[rows, S]`, hashed on Engram layers.
+        state: After the layer before.
+        dtype: Of the linear maps, see `load_layer`.
 
     Raises:
-        ForwardError: the state is not one of these rows.
-        CheckpointError: a tensor is missing or wrong, or the tokenizer is not the model's own.
+        ForwardError: The state is not one of these rows.
+        CheckpointError: A tensor is missing or wrong, or the tokenizer is not the model's own.
     """
     if state.stream.shape[:2] != ids.shape:
         raise ForwardError(
@@ -286,21 +286,21 @@ def forward_files(
     """Run layers on a file of rows and write the state after each.
 
     Args:
-        checkpoint_path: source or release.
-        rows_path: safetensors file with ``input_ids`` int64 ``[rows, S]``.
-        out_dir: gets ``L00.state.safetensors`` and so on (see :func:`save_state`), and after the
-            last layer ``final.safetensors``: ``final_hidden`` bf16, ``nll`` fp32 ``[rows, S-1]``.
-        layers: first and last, inclusive; by default from where the state ends to the last.
-        from_state: any state file; the layer after it is the first.
-        device: torch device.
-        progress: told what was just done, a line at a time.
+        checkpoint_path: Source or release.
+        rows_path: Safetensors file with `input_ids` int64 `[rows, S]`.
+        out_dir: Gets `L00.state.safetensors` and so on (see `save_state`), and after the
+            last layer `final.safetensors`: `final_hidden` bf16, `nll` fp32 `[rows, S-1]`.
+        layers: First and last, inclusive; by default from where the state ends to the last.
+        from_state: Any state file; the layer after it is the first.
+        device: Torch device.
+        progress: Told what was just done, a line at a time.
 
     Returns:
         The files written.
 
     Raises:
-        ForwardError: rows, state or range of layers do not fit the model.
-        CheckpointError: the checkpoint cannot be read.
+        ForwardError: Rows, state or range of layers do not fit the model.
+        CheckpointError: The checkpoint cannot be read.
     """
     checkpoint = open_checkpoint(checkpoint_path)
     cfg = model_config(checkpoint.config)

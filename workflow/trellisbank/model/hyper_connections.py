@@ -2,8 +2,8 @@
 """Parallel residual copies: the coefficients that mix them, and the step that writes to them.
 
 Manifold-constrained hyper-connections: each sublayer derives from the stream how the copies are
-read (``pre``, used one sublayer later), how its output is written (``post``) and how the
-copies mix (``comb``, made nearly doubly stochastic by Sinkhorn rounds that end on columns).
+read (`pre`, used one sublayer later), how its output is written (`post`) and how the
+copies mix (`comb`, made nearly doubly stochastic by Sinkhorn rounds that end on columns).
 """
 
 import torch
@@ -20,14 +20,14 @@ def mixes(
     """Mixing coefficients of one sublayer, all fp32.
 
     Args:
-        cfg: the model.
-        stream: bf16 ``[..., C, D]``.
-        fn: fp32 ``[C(C+2), C*D]``: rows for pre, post, then comb in row-major order.
-        base: fp32 ``[C(C+2)]``.
-        scale: fp32 ``[3]``, one number for each part.
+        cfg: The model.
+        stream: bf16 `[..., C, D]`.
+        fn: fp32 `[C(C+2), C*D]`: rows for pre, post, then comb in row-major order.
+        base: fp32 `[C(C+2)]`.
+        scale: fp32 `[3]`, one number for each part.
 
     Returns:
-        ``pre [..., C]``, ``post [..., C]``, ``comb [..., C, C]`` (source row, destination column).
+        `pre [..., C]`, `post [..., C]`, `comb [..., C, C]` (source row, destination column).
     """
     copies = cfg.hc_mult
     flat = stream.flatten(-2).float()
@@ -43,7 +43,7 @@ def mixes(
 
 
 def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
-    """Row softmax, then ``rounds`` column passes with ``rounds - 1`` row passes between them.
+    """Row softmax, then `rounds` column passes with `rounds - 1` row passes between them.
 
     Ends on columns: they sum to one, rows only nearly.
     """
@@ -58,16 +58,16 @@ def sinkhorn(logits: Tensor, rounds: int, eps: float) -> Tensor:
 
 
 def expand(output: Tensor, stream: Tensor, post: Tensor, comb: Tensor) -> Tensor:
-    """Write a sublayer's output to the copies: ``post[j] * y + sum_i comb[i, j] * X[i]``.
+    """Write a sublayer's output to the copies: `post[j] * y + sum_i comb[i, j] * X[i]`.
 
     Args:
-        output: bf16 ``[..., D]``.
-        stream: bf16 ``[..., C, D]``.
-        post: fp32 ``[..., C]``.
-        comb: fp32 ``[..., C, C]``.
+        output: bf16 `[..., D]`.
+        stream: bf16 `[..., C, D]`.
+        post: fp32 `[..., C]`.
+        comb: fp32 `[..., C, C]`.
 
     Returns:
-        bf16 ``[..., C, D]``, rounded once.
+        bf16 `[..., C, D]`, rounded once.
     """
     mixed = (comb.unsqueeze(-1) * stream.float().unsqueeze(-2)).sum(-3)
     return (post.unsqueeze(-1) * output.float().unsqueeze(-2) + mixed).to(BF16)

@@ -11,23 +11,23 @@ from trellisbank.model.config import ModelConfig
 from trellisbank.model.primitives import BF16, linear
 
 ExpertWeights = tuple[Tensor, Tensor, Tensor]
-"""``w1 [I, D]``, ``w2 [D, I]``, ``w3 [I, D]``: gate, down, up."""
+"""`w1 [I, D]`, `w2 [D, I]`, `w3 [I, D]`: gate, down, up."""
 
 
 def route(cfg: ModelConfig, x: Tensor, gate: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
     """Choose each token's experts.
 
-    Scores are ``sqrt(softplus(x @ gate.T))`` in fp32. The bias takes part in choosing only;
+    Scores are `sqrt(softplus(x @ gate.T))` in fp32. The bias takes part in choosing only;
     weights are the unbiased scores, normalized over the chosen ones and scaled.
 
     Args:
-        cfg: the model.
-        x: bf16 ``[..., D]``.
-        gate: ``[E, D]``.
-        bias: fp32 ``[E]``.
+        cfg: The model.
+        x: bf16 `[..., D]`.
+        gate: `[E, D]`.
+        bias: fp32 `[E]`.
 
     Returns:
-        int64 ``[..., T]`` in descending order of biased score, fp32 ``[..., T]``.
+        int64 `[..., T]` in descending order of biased score, fp32 `[..., T]`.
     """
     scores = F.softplus(F.linear(x.float(), gate.float())).sqrt()
     chosen = (scores + bias).topk(cfg.num_experts_per_tok, dim=-1).indices
@@ -38,7 +38,7 @@ def route(cfg: ModelConfig, x: Tensor, gate: Tensor, bias: Tensor) -> tuple[Tens
 
 
 def expert_hidden(x: Tensor, w1: Tensor, w3: Tensor, limit: float) -> Tensor:
-    """Activation before ``w2``, fp32 ``[..., I]``: ``silu(gate) * up``, clamped if limit > 0.
+    """Activation before `w2`, fp32 `[..., I]`: `silu(gate) * up`, clamped if limit > 0.
 
     The gate is clamped from above only.
     """
@@ -51,9 +51,9 @@ def expert_hidden(x: Tensor, w1: Tensor, w3: Tensor, limit: float) -> Tensor:
 def expert_output(
     x: Tensor, weights: ExpertWeights, limit: float, routing: Tensor | None = None
 ) -> Tensor:
-    """One expert on its tokens: bf16 ``[n, D]`` to bf16 ``[n, D]``.
+    """One expert on its tokens: bf16 `[n, D]` to bf16 `[n, D]`.
 
-    The routing weight (fp32 ``[n]``) enters before ``w2``, ahead of the rounding to bf16.
+    The routing weight (fp32 `[n]`) enters before `w2`, ahead of the rounding to bf16.
     """
     w1, w2, w3 = weights
     hidden = expert_hidden(x, w1, w3, limit)
@@ -76,18 +76,18 @@ def moe(
     Each expert that has a token is asked for exactly once, so only one needs to be in memory.
 
     Args:
-        cfg: the model.
-        x: bf16 ``[rows, S, D]``.
-        chosen: int64 ``[rows, S, T]``.
-        routing: fp32 ``[rows, S, T]``.
-        experts: gives the weights of a routed expert.
-        shared: weights of the shared expert.
-        by_row: multiply the tokens of one row at a time. A product's last bit may depend on
+        cfg: The model.
+        x: bf16 `[rows, S, D]`.
+        chosen: int64 `[rows, S, T]`.
+        routing: fp32 `[rows, S, T]`.
+        experts: Gives the weights of a routed expert.
+        shared: Weights of the shared expert.
+        by_row: Multiply the tokens of one row at a time. A product's last bit may depend on
             how many tokens it holds; this way a row's result never depends on its neighbours.
             Training passes False: a call an expert.
 
     Returns:
-        bf16 ``[rows, S, D]``; the sum is kept in fp32 and rounded once.
+        bf16 `[rows, S, D]`; the sum is kept in fp32 and rounded once.
     """
     rows, length, width = x.shape
     slots = length * cfg.num_experts_per_tok
@@ -112,6 +112,9 @@ def moe(
             start += count
             output = expert_output(flat[tokens[part]], weights, cfg.swiglu_limit, routing[part])
             total.index_add_(0, tokens[part], output.float())
-    parts = flat.split(length) if by_row else (flat,)
-    last = torch.cat([expert_output(part, shared, cfg.swiglu_limit) for part in parts])
-    return (total + last.float()).to(BF16).view_as(x)
+    step = length if by_row else len(flat)
+    sums = [
+        (routed + expert_output(part, shared, cfg.swiglu_limit).float()).to(BF16)
+        for routed, part in zip(total.split(step), flat.split(step), strict=True)
+    ]
+    return torch.cat(sums).view_as(x)

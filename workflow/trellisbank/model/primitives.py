@@ -19,7 +19,7 @@ BF16 = torch.bfloat16
 
 
 def linear(x: Tensor, weight: Tensor) -> Tensor:
-    """``x @ weight.T`` in the weight's precision, rounded once to bf16.
+    """`x @ weight.T` in the weight's precision, rounded once to bf16.
 
     A bf16 weight gives the model's own bf16 product (fp32 accumulation); an fp32 weight gives
     an fp32 product of the same numbers, the other order of operations used as a noise floor.
@@ -35,7 +35,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def collapse(weights: Tensor, stream: Tensor) -> Tensor:
-    """Weighted sum of the copies: ``[..., C]`` fp32 and ``[..., C, D]`` bf16 to ``[..., D]`` bf16.
+    """Weighted sum of the copies: `[..., C]` fp32 and `[..., C, D]` bf16 to `[..., D]` bf16.
 
     Written as multiply and sum: a matrix product would round in another order.
     """
@@ -46,7 +46,7 @@ def collapse(weights: Tensor, stream: Tensor) -> Tensor:
 
 
 def rotary_frequencies(cfg: ModelConfig, compressed: bool) -> Tensor:
-    """Angle per position of each pair, fp32 ``[R/2]``.
+    """Angle per position of each pair, fp32 `[R/2]`.
 
     Layers without compression use the plain base; layers with it use YaRN interpolation
     (Peng et al., arXiv:2309.00071, without the attention temperature) at every length.
@@ -71,7 +71,7 @@ def rotary_frequencies(cfg: ModelConfig, compressed: bool) -> Tensor:
 
 @lru_cache(maxsize=16)
 def rotary_table(cfg: ModelConfig, compressed: bool, length: int, device: torch.device) -> Tensor:
-    """Unit complex factors ``[length, R/2]``, complex64; angles are fp32 products."""
+    """Unit complex factors `[length, R/2]`, complex64; angles are fp32 products."""
     positions = torch.arange(length, dtype=torch.float32)
     angles = torch.outer(positions, rotary_frequencies(cfg, compressed))
     return torch.polar(torch.ones_like(angles), angles).to(device)
@@ -81,8 +81,8 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     """Rotate the trailing adjacent pairs of the last axis; the rest passes through.
 
     Args:
-        x: bf16 ``[..., width]``.
-        table: complex64, broadcastable to ``[..., R/2]``; its conjugate rotates back.
+        x: bf16 `[..., width]`.
+        table: Complex64, broadcastable to `[..., R/2]`; its conjugate rotates back.
     """
     width = 2 * table.shape[-1]
     kept, turned = x.split([x.shape[-1] - width, width], dim=-1)
@@ -126,7 +126,7 @@ def _round_fp8(x: Tensor) -> Tensor:
 
 
 def _e2m1(x: Tensor) -> Tensor:
-    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with sign, ties to the even code; ``|x| <= 6``."""
+    """Nearest of 0, .5, 1, 1.5, 2, 3, 4, 6 with sign, ties to the even code; `|x| <= 6`."""
     size = x.abs()
     step = torch.where(size < 2, 0.5, torch.where(size < 4, 1.0, 2.0))
     return torch.round(x / step) * step
@@ -165,6 +165,6 @@ def fake_fp4_index(x: Tensor) -> Tensor:
 def fake_fp4_latent(x: Tensor) -> Tensor:
     """Round as e2m1 in groups of 16 with an e4m3 scale: the compressed keys.
 
-    The scale is ``largest / 6`` rounded to e4m3, so a quotient may pass 6 and is clamped.
+    The scale is `largest / 6` rounded to e4m3, so a quotient may pass 6 and is clamped.
     """
     return _through(x, partial(_round_fp4, kind="latent"))

@@ -20,9 +20,9 @@ class State(Slots):
     """The stream after a layer and all else that later layers read, for some rows."""
 
     stream: Tensor
-    """bf16 ``[rows, S, C, D]``."""
+    """bf16 `[rows, S, C, D]`."""
     pre_mix: Tensor
-    """fp32 ``[rows, S, C]``: how the next layer's attention collapses the copies."""
+    """fp32 `[rows, S, C]`: how the next layer's attention collapses the copies."""
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -51,13 +51,13 @@ class Capture:
     """What calibration and planning need of a layer."""
 
     ffn_input: Tensor
-    """bf16 ``[rows, S, D]``, after ``ffn_norm``: the input of router and experts."""
+    """bf16 `[rows, S, D]`, after `ffn_norm`: the input of router and experts."""
     route_indices: Tensor
-    """int64 ``[rows, S, T]``."""
+    """int64 `[rows, S, T]`."""
     route_weights: Tensor
-    """fp32 ``[rows, S, T]``, the routing scale included."""
+    """fp32 `[rows, S, T]`, the routing scale included."""
     ffn_post: Tensor
-    """fp32 ``[rows, S, C]``: how the FFN's output is written to the copies."""
+    """fp32 `[rows, S, C]`: how the FFN's output is written to the copies."""
 
 
 STATE_DTYPES = {
@@ -72,7 +72,7 @@ CAPTURED = ("ffn_input", "route_indices", "route_weights")
 
 
 def state_shapes(cfg: ModelConfig, layer: int, rows: int, length: int) -> dict[str, list[int]]:
-    """Shapes of the tensors of a state after ``layer``; slots nobody has written yet are absent."""
+    """Shapes of the tensors of a state after `layer`; slots nobody has written yet are absent."""
     shapes = {
         "stream": [rows, length, cfg.hc_mult, cfg.hidden_size],
         "pre_mix": [rows, length, cfg.hc_mult],
@@ -93,11 +93,11 @@ def state_shapes(cfg: ModelConfig, layer: int, rows: int, length: int) -> dict[s
 def save_state(path: Path | str, state: State, layer: int, capture: Capture | None = None) -> None:
     """Write a state, and the layer's capture if given, as a safetensors file.
 
-    Names, dtypes and shapes: ``stream`` bf16 ``[rows, S, C, D]``, ``pre_mix`` fp32
-    ``[rows, S, C]``, ``compressed_kv`` bf16 ``[rows, n, d]``, ``index_key`` bf16
-    ``[rows, n, di]``, ``selection`` int32 ``[rows, S, k]``, ``candidates`` uint8
-    ``[rows, S, n]``; slots that no layer has written are absent. ``ffn_input`` bf16,
-    ``route_indices`` int64, ``route_weights`` fp32. The metadata holds the layer.
+    Names, dtypes and shapes: `stream` bf16 `[rows, S, C, D]`, `pre_mix` fp32
+    `[rows, S, C]`, `compressed_kv` bf16 `[rows, n, d]`, `index_key` bf16
+    `[rows, n, di]`, `selection` int32 `[rows, S, k]`, `candidates` uint8
+    `[rows, S, n]`; slots that no layer has written are absent. `ffn_input` bf16,
+    `route_indices` int64, `route_weights` fp32. The metadata holds the layer.
     """
     held = state.tensors
     tensors = {name: held[name].to(dtype) for name, dtype in STATE_DTYPES.items() if name in held}
@@ -112,7 +112,7 @@ def load_state(
     """Read a state and the layer it was written after.
 
     Raises:
-        ForwardError: no layer in metadata or file name (``L07.…``), a tensor missing, of another
+        ForwardError: No layer in metadata or file name (`L07.…`), a tensor missing, of another
             dtype or of another shape than this model has after that layer.
     """
     header = read_header(path)

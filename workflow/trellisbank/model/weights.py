@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer's tensors: which there are, their shapes, and how they are held after loading.
 
-A layer's dense tensors are a dict named as in the checkpoint below ``layers.N.``, without
-``.weight``. Routed experts and Engram rows are read when they are used, never kept.
+A layer's dense tensors are a dict named as in the checkpoint below `layers.N.`, without
+`.weight`. Routed experts and Engram rows are read when they are used, never kept.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from trellisbank.model.primitives import BF16
 class TensorSpec(NamedTuple):
     """Shape after loading and role.
 
-    ``linear``: a weight of any stored format, bf16 (exact) unless asked otherwise. ``wide``: a
-    plain weight used in fp32. ``plain``: a weight kept as stored (norms, embedding, router).
-    ``bare``: fp32, its name has no ``.weight``.
+    `linear`: a weight of any stored format, bf16 (exact) unless asked otherwise. `wide`: a
+    plain weight used in fp32. `plain`: a weight kept as stored (norms, embedding, router).
+    `bare`: fp32, its name has no `.weight`.
     """
 
     shape: tuple[int, ...]
@@ -91,15 +91,15 @@ def load_layer(
     """The dense tensors of a layer.
 
     Args:
-        checkpoint: where they are.
-        cfg: its model.
-        layer: body layer.
-        device: where they go.
-        dtype: of the linear maps: bf16, the calibration forward, or fp32, the same numbers with
+        checkpoint: Where they are.
+        cfg: Its model.
+        layer: Body layer.
+        device: Where they go.
+        dtype: Of the linear maps: bf16, the calibration forward, or fp32, the same numbers with
             another order of rounding.
 
     Raises:
-        CheckpointError: a tensor is missing or has another shape.
+        CheckpointError: A tensor is missing or has another shape.
     """
     return {
         name: _load(checkpoint, f"layers.{layer}.{name}", spec, device, dtype)
@@ -131,7 +131,7 @@ def _load(
 def load_shared(
     checkpoint: Checkpoint, cfg: ModelConfig, name: str, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """``embed``, ``head`` (``[V, D]``) or ``norm`` (``[D]``), bf16."""
+    """`embed`, `head` (`[V, D]`) or `norm` (`[D]`), bf16."""
     shape = (cfg.hidden_size,) if name == "norm" else (cfg.vocab_size, cfg.hidden_size)
     return _load(checkpoint, name, TensorSpec(shape, "plain"), device, BF16)
 
