@@ -17,11 +17,14 @@ is computed in fp32 and so lies closer to the formula than exllamav3's own half-
 from __future__ import annotations
 
 from functools import cache
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from trellisbank.errors import FormatError
+
+Element = TypeVar("Element", bound=np.generic)
 
 BLOCK = 128
 """Sizes of a matrix are multiples of this: one Hadamard block."""
@@ -48,7 +51,8 @@ def _element_of_ring() -> npt.NDArray[np.int64]:
     thread, j = i // 8, i % 8
     row = 2 * (thread % 4) + (j & 1) + 8 * ((j >> 1) & 1)
     column = thread // 4 + 8 * (j >> 2)
-    return row * TILE + column
+    element: npt.NDArray[np.int64] = row * TILE + column
+    return element
 
 
 RING_TO_ELEMENT = _element_of_ring()
@@ -95,7 +99,8 @@ def codebook(name: str) -> npt.NDArray[np.float16]:
             fix="use a known codebook",
         )
     values.flags.writeable = False
-    return values
+    table: npt.NDArray[np.float16] = values
+    return table
 
 
 def check_marker(name: str, value: int) -> None:
@@ -242,21 +247,21 @@ def decode_inner(
 
 
 def _inner_rows(
-    trellis: npt.NDArray[np.int16], values: npt.NDArray[np.generic]
-) -> npt.NDArray[np.generic]:
+    trellis: npt.NDArray[np.int16], values: npt.NDArray[Element]
+) -> npt.NDArray[Element]:
     """Rows of ``Q`` for a few tile rows, in the dtype of ``values``."""
     tile_rows, tile_columns, _ = trellis.shape
     tiles = values[_states(trellis, ELEMENT_TO_RING)].reshape(tile_rows, tile_columns, TILE, TILE)
     return tiles.transpose(0, 2, 1, 3).reshape(tile_rows * TILE, tile_columns * TILE)
 
 
-def from_tiles(tiles: npt.NDArray[np.generic], k: int, n: int) -> npt.NDArray[np.generic]:
+def from_tiles(tiles: npt.NDArray[Element], k: int, n: int) -> npt.NDArray[Element]:
     """Matrix ``[k, n]`` of tiles in ring order ``[k/16 * n/16, 256]`` (tile rows first)."""
     elements = tiles[..., ELEMENT_TO_RING].reshape(k // TILE, n // TILE, TILE, TILE)
     return elements.transpose(0, 2, 1, 3).reshape(k, n)
 
 
-def to_tiles(matrix: npt.NDArray[np.generic]) -> npt.NDArray[np.generic]:
+def to_tiles(matrix: npt.NDArray[Element]) -> npt.NDArray[Element]:
     """Tiles in ring order ``[k/16 * n/16, 256]`` of a matrix ``[k, n]``."""
     k, n = matrix.shape
     elements = matrix.reshape(k // TILE, TILE, n // TILE, TILE).transpose(0, 2, 1, 3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One matrix, or one expert's matrix group, from weights and Hessian to EXL3 tensors and measures."""
+"""One matrix, or one expert's matrix group: weights and Hessian to EXL3 tensors and measures."""
 
 from __future__ import annotations
 
@@ -54,10 +54,10 @@ class EncodedMatrix:
     All errors are those of the stored tensors, decoded in fp32, against the weight given.
 
     Attributes:
-        tensors: ``trellis`` int16 ``[k/16, n/16, 16 K]``, ``suh`` fp16 ``[k]``, ``svh`` fp16 ``[n]``,
-            ``mul1`` int32 scalar.
-        proxy_error: ``|X E|^2 / |X W|^2`` over the calibration rows (undamped Hessian). None without
-            a usable Hessian, or when the rows give no output: never 0 for want of evidence.
+        tensors: ``trellis`` int16 ``[k/16, n/16, 16 K]``, ``suh`` fp16 ``[k]``, ``svh`` fp16
+            ``[n]``, ``mul1`` int32 scalar.
+        proxy_error: ``|X E|^2 / |X W|^2`` over the calibration rows (undamped Hessian). None
+            without a usable Hessian, or when the rows give no output: never 0 for want of evidence.
         output_error_energy: ``|X E|^2``, summed over rows, not normalised; None likewise.
         output_energy: ``|X W|^2``; None likewise.
         relative_frobenius: ``|E| / |W|``; 0 for a zero matrix, which is stored exactly.
@@ -113,7 +113,8 @@ def quantize_matrix(
     """Encode one matrix.
 
     Args:
-        weight: ``[k, n]`` (input channels first), any floating dtype, finite; sizes multiples of 128.
+        weight: ``[k, n]`` (input channels first), any floating dtype, finite; sizes are multiples
+            of 128.
         hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
         count: rows in it.
         rate: bits a weight, 1..8.
@@ -151,7 +152,8 @@ def encode_group(
     They share the Hessian, its factor and the input signs; output signs are each matrix's own.
 
     Args:
-        weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels first.
+        weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels
+            first.
         hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
         count: rows in it.
         rate: bits a weight, 1..8.
@@ -259,7 +261,7 @@ def _encode(
     }
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
     error = weight - torch.from_numpy(stored)
-    energies = (None, None)
+    energies: tuple[float, float] | tuple[None, None] = (None, None)
     if hessian is not None and bool(hessian.isfinite().all()):
         energies = (_energy(hessian, error), _energy(hessian, weight))
     return EncodedMatrix(
@@ -316,8 +318,8 @@ def encode_file(
     """Encode the matrix of a file (`trellisbank encode`).
 
     Args:
-        in_path: safetensors with ``W`` (in, out) bf16, fp16 or fp32; optionally ``H`` fp32 (in, in) =
-            ``X^T X`` and ``count`` (1 when absent).
+        in_path: safetensors with ``W`` (in, out) bf16, fp16 or fp32; optionally ``H`` fp32
+            (in, in) = ``X^T X`` and ``count`` (1 when absent).
         out_path: gets ``trellis``, ``suh``, ``svh``, ``mul1``.
         rate: bits a weight, 1..8.
         name: what the signs are derived from; ``matrix`` when absent.
@@ -358,7 +360,7 @@ def encode_file(
                 found=f"suh {list(given['suh'].shape)}, svh {list(given['svh'].shape)}",
                 fix="take the signs of an encoding of the same matrix",
             )
-        # Regularizing divides by a negative constant, so stored input signs are the drawn ones, negated.
+        # Regularizing divides by a negative constant: stored input signs are those drawn, negated.
         signs = (_signs_of(-given["suh"]), _signs_of(given["svh"]))
     start = time.perf_counter()
     encoded = quantize_matrix(
@@ -390,7 +392,8 @@ def decode_file(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str
     """Decode the matrix of a file (`trellisbank decode`).
 
     Args:
-        in_path: safetensors with ``trellis``, ``suh``, ``svh`` and ``mul1``, ``mcg`` or neither (3INST).
+        in_path: safetensors with ``trellis``, ``suh``, ``svh`` and ``mul1``, ``mcg`` or neither
+            (3INST).
         out_path: gets ``inner`` fp16 and ``weight`` fp32, both (in, out).
 
     Raises:

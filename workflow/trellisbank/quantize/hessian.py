@@ -2,8 +2,8 @@
 """Hessians of the layer-wise least-squares problem: sums of outer products of a matrix's inputs.
 
 For ``y = x W`` the error of a quantized ``W - E`` over calibration rows ``X`` is ``|X E|^2 =
-tr(E^T H E)`` with ``H = X^T X``. Sums are fp32 in a fixed order: captures as given, tokens ascending,
-chunks of `CHUNK` rows.
+tr(E^T H E)`` with ``H = X^T X``. Sums are fp32 in a fixed order: captures as given, tokens
+ascending, `CHUNK` rows at a time.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def expert_hessians(
         w1: gate, bf16 ``[I, D]``.
         w3: up, bf16 ``[I, D]``.
         limit: SwiGLU clamp, 0 for none.
-        down_weighting: ``none``: the inputs of ``w2`` without the routing weight; ``route``: with it,
-            as the forward feeds them.
+        down_weighting: ``none``: the inputs of ``w2`` without the routing weight; ``route``: with
+            it, as the forward feeds them.
 
     Returns:
         gate_up ``[D, D]`` of the FFN inputs, down ``[I, I]`` of the bf16 activations before ``w2``.
@@ -117,7 +117,7 @@ class Statistics:
         dropped: rows with non-finite values.
         trace: sum of squares of all inputs.
         dead_inputs: channels that were zero in every row.
-        rank: eigenvalues above ``k * eps * largest`` (fp32 eps); None where the matrix is not finite.
+        rank: eigenvalues above ``k * eps * largest`` (fp32 eps); None if the matrix is not finite.
         rank_deficiency: ``k - rank``. Normal for experts with few tokens: damping fills it.
         condition: largest over smallest eigenvalue above that bound; None without one.
     """
@@ -184,8 +184,8 @@ def rotate(matrix: Tensor, signs: Tensor) -> Tensor:
 def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
     """Factor ``H = L D L^T`` with 16-wide blocks; ``L`` without its (identity) diagonal blocks.
 
-    When the Cholesky factorization fails, ``2 sigma_reg mean(diag)`` is added to the diagonal and it
-    is tried again, ten times at most.
+    When the Cholesky factorization fails, ``2 sigma_reg mean(diag)`` is added to the diagonal and
+    it is tried again, ten times at most.
 
     Returns:
         fp32 ``[k, k]`` or None when every attempt failed, and the number of retries.
@@ -193,13 +193,14 @@ def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
     k = len(matrix)
     step = 2 * sigma_reg * matrix.diagonal().mean()
     attempt = matrix.clone()
-    for retries in range(RETRIES + 1):
-        cholesky, failed = torch.linalg.cholesky_ex(attempt)
-        if not failed:
-            break
+    cholesky, failed = torch.linalg.cholesky_ex(attempt)
+    retries = 0
+    while failed and retries < RETRIES:
+        retries += 1
         attempt.diagonal().add_(step)
-    else:
-        return None, RETRIES
+        cholesky, failed = torch.linalg.cholesky_ex(attempt)
+    if failed:
+        return None, retries
     blocks = cholesky.reshape(k // BLOCK, BLOCK, k // BLOCK, BLOCK).diagonal(dim1=0, dim2=2)
     inverses = torch.linalg.solve_triangular(
         blocks.permute(2, 0, 1), torch.eye(BLOCK).expand(k // BLOCK, -1, -1), upper=False

@@ -41,8 +41,8 @@ def regularize(
         out_scales: also even out the columns' sizes.
 
     Returns:
-        ``W_reg`` with root mean square `RMS`, and the scales ``su``, ``sv`` with their signs; ``sv``
-        is 0 for columns that are zero throughout. The small sums keep scales away from 0.
+        ``W_reg`` with root mean square `RMS`, and the scales ``su``, ``sv`` with their signs;
+        ``sv`` is 0 for columns that are zero throughout. Adding 1e-10 keeps scales away from 0.
     """
     columns = weight.square().mean(dim=0).sqrt()
     if columns.mean() > 1e-30:
