@@ -85,7 +85,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
         hessians = {
             "layer": layer,
             "experts": [
-                {"expert": e, "group": group, "tokens": 9, "rank_deficient": e == layer}
+                {"expert": e, "group": group, "dropped": 0, "rank_deficiency": 7 * (e == layer)}
                 for e in range(experts)
                 for group in ("gate_up", "down")
             ],
@@ -118,7 +118,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
                             "key": f"{layer}-{expert}-{group}-{rate}",
                             "tokens": int(routed[layer, expert]),
                             "fallback": "fewer than 16 tokens" if fallback else None,
-                            "notes": [],
+                            "notes": ["w2: damping raised 2 times"] if expert == 3 else [],
                             "matrices": dict.fromkeys(matrices, measured),
                         }
                     )
@@ -276,8 +276,23 @@ def test_worries_are_counted(arguments):
     assert fallbacks["detail"] == "fewer than 16 tokens: 4"
     few = found["Experts with fewer than 16 calibration tokens"]
     assert (few["count"], few["detail"]) == (1, "L05: 15")
-    assert found["Rank-deficient Hessians"]["count"] == 12
+    noted = found["Expert groups with a note of the encoder"]
+    assert (noted["count"], noted["detail"]) == (24, "w2: damping raised n times: 24")
+    deficient = found["Rank-deficient Hessians"]
+    assert (deficient["count"], deficient["detail"]) == (12, "down: 6; gate_up: 6")
     assert found["Scored tokens with a value that is not finite"]["count"] == 0
+
+
+def test_hessians_that_are_not_finite_are_counted(arguments, tmp_path):
+    lines = [
+        {"group": "gate_up", "dropped": 3, "rank_deficiency": 0},
+        {"group": "down", "dropped": 0, "rank_deficiency": None},
+        {"group": "down", "dropped": 0, "rank_deficiency": 0},
+    ]
+    path = write(tmp_path / "L00.json", {"layer": 0, "experts": lines})
+    found = worries(read(arguments | {"hessians": [path]}), 16)
+    broken = next(item for item in found if item["title"].startswith("Hessians that are not"))
+    assert (broken["count"], broken["of"], broken["bad"]) == (2, "3", True)
 
 
 def test_values_that_are_not_finite_reach_the_page(arguments, tmp_path):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +24,7 @@ class Run:
 
     `manifest` is the source's; `releases` holds a plan and its receipt each, in the order of the
     plans given. The tables: `matrices` one line an encoded matrix, `layers` one line a layer of the
-    source (routing), `hessians` counts a layer and group. `scores` is keyed (release, panel).
+    source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel).
     """
 
     manifest: dict[str, Any]
@@ -62,14 +61,15 @@ def gather(
         receipts: `repack-report.json` of each release: `plan` (hash), `tensors`, `tensor_bytes`,
             `dropped.tensors`, `dropped.bytes`, `kept.tensors`, `added.tensors`.
         ledgers: `encoded/{wanted}/L??.B??.json`: `entries` with `layer`, `expert`, `group`, `rate`,
-            `key`, `tokens`, `fallback` (null or the reason) and, for each of `matrices`,
-            `proxy_error`, `output_error_energy`, `output_energy` (null without a Hessian),
-            `relative_frobenius`. An entry that stands in several ledgers counts once.
+            `key`, `tokens`, `fallback` (null or the reason), `notes` (a list of sentences) and, for
+            each of `matrices`, `proxy_error`, `output_error_energy`, `output_energy` (null without
+            a Hessian), `relative_frobenius`. An entry that stands in several ledgers counts once.
         captures: Statistics of the calibration splits in each layer: `layer`, `tokens`,
             `expert_tokens` (routed tokens of each expert), `post_mean`, `stream_mean_square`,
             `non_finite_stream`, `non_finite_ffn_input`. Splits are added up.
-        hessians: `hessians/L??.json`: `layer` and `experts`, each with `expert`, `group`, `tokens`,
-            `rank_deficient` (true or false).
+        hessians: `hessians/L??.json`: `layer` and `experts`, each with `group`, `dropped` (rows
+            left out because a value was not finite) and `rank_deficiency` (null if the matrix is
+            not finite).
         comparisons: As `bootstrap.compare_files` writes them.
         scores: As `scores.write_table` writes them.
         records: Records of jobs, any number: `rule`, `code`, `versions`.
@@ -159,10 +159,12 @@ def _matrices(ledgers: Paths) -> pd.DataFrame:
             for matrix, measured in _get(entry, "matrices", path).items():
                 lines[entry["key"], matrix] = (
                     place
-                    | {"matrix": matrix, "tokens": entry["tokens"], "fallback": entry["fallback"]}
+                    | {"matrix": matrix, "notes": _get(entry, "notes", path)}
+                    | {name: _get(entry, name, path) for name in ("tokens", "fallback")}
                     | {name: _get(measured, name, path) for name in columns}
                 )
-    names = ["layer", "expert", "group", "rate", "matrix", "tokens", "fallback", *columns]
+    names = ["layer", "expert", "group", "rate", "matrix", "tokens", "fallback", "notes"]
+    names += columns
     table = pd.DataFrame(list(lines.values()), columns=names)
     table[columns] = table[columns].astype(np.float64)
     return table.sort_values(["layer", "expert", "matrix", "rate"], ignore_index=True)
@@ -214,18 +216,20 @@ def _hessians(hessians: Paths) -> pd.DataFrame:
     lines = []
     for path in hessians:
         receipt = _read(path)
-        experts = _get(receipt, "experts", path)
-        deficient = Counter(item["group"] for item in experts if _get(item, "rank_deficient", path))
-        lines += [
-            {
-                "layer": _get(receipt, "layer", path),
-                "group": group,
-                "experts": count,
-                "rank_deficient": deficient[group],
-            }
-            for group, count in sorted(Counter(item["group"] for item in experts).items())
-        ]
-    return pd.DataFrame(lines, columns=["layer", "group", "experts", "rank_deficient"])
+        layer = _get(receipt, "layer", path)
+        for item in _get(receipt, "experts", path):
+            missing = _get(item, "rank_deficiency", path)
+            lines.append(
+                {
+                    "layer": layer,
+                    "group": _get(item, "group", path),
+                    "rank_deficient": missing is not None and missing > 0,
+                    "non_finite": missing is None,
+                    "dropped": _get(item, "dropped", path),
+                }
+            )
+    names = ["layer", "group", "rank_deficient", "non_finite", "dropped"]
+    return pd.DataFrame(lines, columns=names)
 
 
 def error_by_layer(matrices: pd.DataFrame) -> pd.DataFrame:

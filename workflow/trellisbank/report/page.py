@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -158,7 +159,11 @@ def worries(data: Run, few_tokens: int) -> list[dict[str, Any]]:
         if count < few_tokens
     ]
     experts = sum(len(routed) for routed in layers["routed"])
-    hessians = data.hessians.groupby("group")[["rank_deficient", "experts"]].sum()
+    hessians = data.hessians
+    deficient = hessians[hessians["rank_deficient"]].groupby("group").size()
+    noted = encoded[encoded["notes"].map(len) > 0]
+    # "damping raised 2 times" and "3 times" are one kind of note.
+    kinds = Counter(re.sub(r"\b\d+\b", "n", note) for notes in noted["notes"] for note in notes)
     found = [
         {
             "title": "Expert groups encoded without their Hessian (fallback)",
@@ -177,14 +182,25 @@ def worries(data: Run, few_tokens: int) -> list[dict[str, Any]]:
             "bad": len(few) > 0,
         },
         {
+            "title": "Expert groups with a note of the encoder",
+            "count": len(noted),
+            "of": f"{len(encoded):,} encoded",
+            "detail": "; ".join(f"{note}: {count:,}" for note, count in sorted(kinds.items())),
+            "bad": len(noted) > 0,
+        },
+        {
             "title": "Rank-deficient Hessians (damped; usual where tokens are fewer than inputs)",
             "count": int(hessians["rank_deficient"].sum()),
-            "of": f"{int(hessians['experts'].sum()):,}",
-            "detail": "; ".join(
-                f"{line.Index}: {line.rank_deficient:,} of {line.experts:,}"
-                for line in hessians.itertuples()
-            ),
+            "of": f"{len(hessians):,}",
+            "detail": "; ".join(f"{group}: {count:,}" for group, count in deficient.items()),
             "bad": False,
+        },
+        {
+            "title": "Hessians that are not finite, or whose calibration had rows left out for it",
+            "count": int((hessians["non_finite"] | (hessians["dropped"] > 0)).sum()),
+            "of": f"{len(hessians):,}",
+            "detail": "",
+            "bad": bool((hessians["non_finite"] | (hessians["dropped"] > 0)).any()),
         },
         {
             "title": "Values that are not finite in the stream or FFN inputs of the calibration",
