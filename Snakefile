@@ -28,8 +28,7 @@ include: "rules/report.smk"
 rule all:
     default_target: True
     input:
-        rules.report.input,
-        rules.report.output,
+        rules.report.output.page,
 
 
 rule release:

@@ -11,7 +11,7 @@ def main(job):
         checkpoint=job.params.checkpoint,
         layer=job.params.layer,
         rows=job.input.rows,
-        state_before=job.input.state or None,
+        state_before=job.input.state[0] if job.input.state else None,
         state_after=job.output.state,
         stats=job.output.stats,
         capture=job.output.get("capture"),

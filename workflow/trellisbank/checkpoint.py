@@ -16,12 +16,11 @@ import torch
 
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import read_json
-from trellisbank.formats import fp8_block, mxfp4
+from trellisbank.formats import fp8_block, mxfp4, trellis
 from trellisbank.safetensors_io import Header, TensorInfo, read_header, read_rows, read_tensor
 
 MODEL_TYPE = "deepseek_v41"
 INDEX = "model.safetensors.index.json"
-GROUPS: dict[str, tuple[str, ...]] = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 
 
 def expert_stem(layer: int, expert: int, matrix: str) -> str:
@@ -149,8 +148,6 @@ class Checkpoint:
             raise self._located(trouble, stem) from trouble
 
     def _exl3(self, stem: str) -> torch.Tensor:
-        from trellisbank.formats import trellis
-
         parts = {name: self.tensor(f"{stem}.{name}") for name in ("trellis", "suh", "svh")}
         codebook = "3inst"
         for marker in ("mul1", "mcg"):

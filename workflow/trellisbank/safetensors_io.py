@@ -258,11 +258,29 @@ def read_rows(header: Header, name: str, ids: torch.Tensor) -> torch.Tensor:
             found=f"ids {wanted.min()} to {wanted.max()}",
             fix="check the Engram sizes of config.json against the shard",
         )
-    width = info.nbytes // rows if rows else 0
-    table = np.memmap(
-        header.path, dtype=np.uint8, mode="r", offset=info.offset, shape=(rows, width)
+    table = map_tensor(header, name)
+    if not wanted.size:
+        return table[:0]
+    # Indexing as bytes: torch cannot index FP8.
+    bytes_of_rows = table.reshape(rows, -1).view(torch.uint8)[ids]
+    return bytes_of_rows.view(table.dtype).reshape(wanted.size, *info.shape[1:])
+
+
+def map_tensor(header: Header, name: str) -> torch.Tensor:
+    """Map a tensor of a file into memory: only the pages that are read take any.
+
+    Writing to the tensor changes the process's copy of a page, never the file.
+
+    Raises:
+        CheckpointError: No such tensor.
+    """
+    info = tensor_info(header, name)
+    if not info.nbytes:
+        return torch.empty(info.shape, dtype=DTYPES[info.dtype])
+    data = np.memmap(
+        header.path, dtype=np.uint8, mode="c", offset=info.offset, shape=(info.nbytes,)
     )
-    return _as_tensor(np.array(table[wanted]), info.dtype, (wanted.size, *info.shape[1:]))
+    return _as_tensor(data, info.dtype, info.shape)
 
 
 def read_file(path: str | os.PathLike[str]) -> dict[str, torch.Tensor]:

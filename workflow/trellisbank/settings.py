@@ -57,17 +57,18 @@ def _fill_defaults(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> 
 
 def _config_error(error: ValidationError, file: str) -> ConfigError:
     where = ".".join(str(part) for part in error.absolute_path) or "(top level)"
+    schema = error.schema if isinstance(error.schema, dict) else {}
     fix = "see config/README.md"
     if error.validator == "additionalProperties" and isinstance(error.instance, dict):
-        known = sorted(error.schema.get("properties", {}))
+        known = sorted(schema.get("properties", {}))
         fix = f"remove or rename the key; known keys here: {', '.join(known)}"
-    elif description := error.schema.get("description"):
+    elif description := schema.get("description"):
         fix = str(description)
     return ConfigError(
         f"The configuration cannot be used: {error.message}.",
         file=file or None,
         key=where,
-        expected=error.schema.get("enum") or error.schema.get("type"),
+        expected=schema.get("enum") or schema.get("type"),
         found=error.instance if not isinstance(error.instance, dict) else None,
         fix=fix,
     )

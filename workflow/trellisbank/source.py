@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from math import prod
 from typing import Any
 
-import numpy as np
 import torch
 
 from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
@@ -18,7 +17,7 @@ from trellisbank.files import sha256_file, write_json
 from trellisbank.formats import fp8_block, mxfp4
 from trellisbank.model.config import ModelConfig, layer_kind, model_config
 from trellisbank.model.engram import compressed_tokens
-from trellisbank.safetensors_io import DTYPES, Header, TensorInfo
+from trellisbank.safetensors_io import Header, TensorInfo, map_tensor
 
 Progress = Callable[[str], None]
 
@@ -290,11 +289,11 @@ def _round_trip(header: Header, name: str, scale: str, kind: str) -> None:
     # A block of 32 rows shares a scale, unless each row has its own (an Engram table, MXFP4).
     height = 1 if scales.shape[0] == rows else 32
     step = max(CHECK_WEIGHTS // (width * 32) * 32, 32)
-    stored = [_mapped(header, info) for info in (codes, scales)]
+    stored = map_tensor(header, name), map_tensor(header, scale)
     for first in range(0, rows, step):
         last = min(first + step, rows)
-        part = torch.from_numpy(np.array(stored[0][first:last])).view(DTYPES[codes.dtype])
-        factors = torch.from_numpy(np.array(stored[1][first // height : -(-last // height)]))
+        part = stored[0][first:last]
+        factors = stored[1][first // height : -(-last // height)]
         if kind == "mxfp4":
             back = mxfp4.requantize(mxfp4.dequantize(part, factors), factors)
         else:
@@ -307,8 +306,3 @@ def _round_trip(header: Header, name: str, scale: str, kind: str) -> None:
                 found=f"other bytes in rows {first} to {last - 1}",
                 fix="report the tensor; a sound checkpoint survives",
             )
-
-
-def _mapped(header: Header, info: TensorInfo) -> np.ndarray[Any, Any]:
-    shape = (info.shape[0], info.nbytes // info.shape[0])
-    return np.memmap(header.path, dtype=np.uint8, mode="r", offset=info.offset, shape=shape)

@@ -15,9 +15,9 @@ from trellisbank.model.forward import (
     finish,
     first_state,
     layer_statistics,
-    load_shared,
 )
 from trellisbank.model.state import CAPTURED, load_state, save_state
+from trellisbank.model.weights import load_shared
 from trellisbank.rows import read_ids
 from trellisbank.safetensors_io import write_tensors
 
