@@ -1,0 +1,229 @@
+# SPDX-License-Identifier: Apache-2.0
+import hashlib
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.numpy import load_file
+from safetensors.torch import load_file as load_torch
+
+from trellisbank.errors import QuantizeError
+from trellisbank.formats import trellis
+from trellisbank.quantize.encode_cpu import sample_tiles, search_scale, tile_encoder
+from trellisbank.quantize.expert import ENCODER_VERSION
+from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
+
+DATA = Path(__file__).parent / "data"
+GOLDEN = load_file(DATA / "exl3_tiles.safetensors")
+MATRICES = load_torch(DATA / "exl3_matrices.safetensors")
+FIGURES = json.loads((DATA / "exl3.json").read_text())["proxy"]
+TILES = GOLDEN["tiles"]
+VALUES = {name: trellis.codebook(name).astype(np.float32) for name in ("mul1", "mcg", "3inst")}
+RATES = range(1, 9)
+
+# Worst share by which the mean squared error of a class of tiles may exceed exllamav3's.
+CLASSES = {
+    "gaussian": (slice(0, 128), 0.002),
+    "smaller": (slice(128, 192), 0.002),
+    "student-t": (slice(192, 224), 0.005),
+    "large": (slice(224, 240), 0.005),
+    "tiny": (slice(240, 248), 0.005),
+    "zero": (slice(248, 249), 0.005),
+}
+
+# SHA-256 of the states of the golden tiles at K = 1..8 and of a matrix encoded with feedback.
+# Additions, products and minima of fp32 are exact functions, so this holds on every machine.
+BYTES = {1: "86dc48aeeb1f0597dafa99ce1b9438b2ff78eedcb9bd94e94c5ad5c16244258d"}
+
+
+def relative(a, b):
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    return np.linalg.norm(a - b) / np.linalg.norm(b)
+
+
+def errors(tiles, states, codebook="mul1"):
+    return np.square(VALUES[codebook][states] - tiles.astype(np.float64)).sum(axis=1)
+
+
+def two_pass_reference(tile, rate):
+    """The same two passes in float64 with every predecessor remembered."""
+    states = np.arange(1 << 16)
+    values = VALUES["mul1"].astype(np.float64)
+    nodes = 1 << (16 - rate)
+
+    def run(order, costs):
+        history = []
+        for i in order:
+            candidates = (values - tile[i]) ** 2 + costs[states >> rate]
+            candidates = candidates.reshape(-1, nodes)
+            history.append(candidates.argmin(axis=0))
+            costs = candidates.min(axis=0)
+        return costs, history
+
+    def back(history, node):
+        path = []
+        for winners in reversed(history):
+            state = int(winners[node]) * nodes + node
+            path.append(state)
+            node = state >> rate
+        return node, path[::-1]
+
+    costs, history = run([*range(128, 256), *range(128)], np.zeros(nodes))
+    z, _ = back(history[128:], int(costs.argmin()))
+    costs = np.full(nodes, np.inf)
+    costs[z] = 0
+    _, history = run(range(256), costs)
+    return np.array(back(history, z)[1], dtype=np.uint16)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_paths_are_those_of_a_plain_viterbi(rate):
+    tile = TILES[rate]
+    states = tile_encoder(rate)(tile[None])[0]
+    reference = two_pass_reference(tile, rate)
+    # fp32 rounding may turn a near tie, at high rates often; the cost does not feel it.
+    assert errors(tile[None], states[None]) == pytest.approx(
+        errors(tile[None], reference[None]), rel=1e-4
+    )
+    if rate <= 4:
+        assert np.array_equal(states, reference)
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_golden_tiles_by_class(rate):
+    found = errors(TILES, tile_encoder(rate)(TILES))
+    golden = GOLDEN[f"mul1/K{rate}/error"]
+    for name, (tiles, share) in CLASSES.items():
+        assert found[tiles].sum() <= golden[tiles].sum() * (1 + share), name
+
+
+@pytest.mark.parametrize("codebook", ["mcg", "3inst"])
+def test_golden_tiles_of_other_codebooks(codebook):
+    for rate in (2, 3, 4):
+        golden = GOLDEN[f"{codebook}/K{rate}/error"]
+        tiles = TILES[: len(golden)]
+        found = errors(tiles, tile_encoder(rate, codebook)(tiles), codebook)
+        assert found.sum() <= golden.sum() * 1.002
+
+
+@given(
+    rate=st.integers(2, 5),
+    seed=st.integers(0, 2**31),
+    scale=st.sampled_from([0.0, 1e-30, 0.01, 1.0, 30.0, 1e4, 1e15]),
+    count=st.integers(1, 5),
+)
+@settings(max_examples=25)
+def test_any_finite_tiles_give_closed_rings(rate, seed, scale, count):
+    rng = np.random.default_rng(seed)
+    tiles = (rng.standard_t(3, size=(count, 256)) * scale).astype(np.float32)
+    states = tile_encoder(rate)(tiles)
+    packed = trellis.pack(states, rate)  # refuses what does not close
+    assert np.array_equal(trellis.unpack(packed), states)
+
+
+def test_tiles_do_not_feel_each_other_or_the_threads():
+    tiles = TILES[:7]
+    states = tile_encoder(3)(tiles)
+    for threads in (2, 3, 8):
+        assert np.array_equal(tile_encoder(3, threads=threads)(tiles), states)
+    order = [4, 0, 6]
+    assert np.array_equal(tile_encoder(3)(tiles[order]), states[order])
+    encode = tile_encoder(3, threads=2)
+    for _ in range(2):  # the buffers carry nothing over
+        assert np.array_equal(encode(tiles), states)
+
+
+def test_unknown_rates_are_refused():
+    for rate in (0, 9):
+        with pytest.raises(QuantizeError, match="rate"):
+            tile_encoder(rate)
+
+
+def test_bytes_change_only_with_the_encoder_version():
+    digest = hashlib.sha256()
+    for rate in RATES:
+        digest.update(tile_encoder(rate)(TILES[:32]).astype("<u2").tobytes())
+    # One entry a row, a power of two: the feedback is exact, whatever sums the products.
+    factor = torch.diag(torch.full((112,), 0.5), -16)
+    weight = torch.from_numpy(trellis.from_tiles(TILES[:64], 128, 128).copy())
+    _, states = round_with_feedback(weight, factor, tile_encoder(3), VALUES["mul1"])
+    digest.update(states.astype("<u2").tobytes())
+    assert digest.hexdigest() == BYTES[ENCODER_VERSION]
+
+
+# Steps of one matrix, s128x256/fp4 at K = 3, each from exllamav3's own input to it.
+
+
+def step(name):
+    return MATRICES[f"steps/{name}"]
+
+
+WEIGHT = MATRICES["s128x256/fp4/W"].float()
+
+
+def test_regularize_reproduces_exllamav3():
+    sv = torch.where(MATRICES["s128x256/svh"] < 0, -1.0, 1.0)
+    regular, su, sv = regularize(WEIGHT, step("su_sign").flatten(), sv, True)
+    assert float(regular.square().mean().sqrt()) == pytest.approx(1.24371088, rel=1e-6)
+    g = FIGURES["s128x256/fp4/K3"]["g_scale"]
+    assert relative(regular * g, step("weight_r")) < 1e-6
+    assert relative(su / g, step("su_reg").flatten()) < 1e-6
+    assert relative(sv, step("sv_reg").flatten()) < 1e-6
+    back = su[:, None] * transform(regular) * sv
+    assert relative(back, WEIGHT) < 1e-6
+
+
+def test_scale_search():
+    g = FIGURES["s128x256/fp4/K3"]["g_scale"]
+    regular = step("weight_r").numpy() / np.float32(g)
+    assert sample_tiles(regular).shape == (64, 256)
+    found = search_scale(regular, 3, tile_encoder(3), VALUES["mul1"])
+    assert found == pytest.approx(g, abs=0.002)
+
+
+def test_feedback_is_as_good_as_exllamav3():
+    weight, factor = step("weight_r"), step("L")
+    quantized, states = round_with_feedback(weight, factor, tile_encoder(3), VALUES["mul1"])
+    assert np.array_equal(
+        trellis.from_tiles(VALUES["mul1"][states.reshape(-1, 256)], 128, 256), quantized
+    )
+    h = step("H_rot_damped")
+
+    def energy(q):
+        error = weight - q
+        return float((error * (h @ error)).sum())
+
+    golden = energy(step("weight_q_rot").float())
+    assert energy(quantized) < 1.02 * golden
+    # The last block has no feedback before it, so it is encoded alike but for rounding of costs.
+    same = (states[-1] == step("states").numpy().view(np.uint16)[-1]).all(axis=1)
+    assert same.mean() > 0.5
+    without, _ = round_with_feedback(weight, None, tile_encoder(3), VALUES["mul1"])
+    assert energy(quantized) < 0.5 * energy(without)
+
+
+def test_feedback_does_not_depend_on_the_span():
+    weight, factor = step("weight_r")[:, :128], step("L")
+    encode = tile_encoder(2)
+    quantized, _ = round_with_feedback(weight, factor, encode, VALUES["mul1"])
+    plain = torch.zeros_like(weight)
+    for row in range(112, -1, -16):
+        rows = slice(row, row + 16)
+        target = weight[rows] + factor[row + 16 :, rows].T @ (weight - plain)[row + 16 :]
+        found = VALUES["mul1"][encode(trellis.to_tiles(target.numpy()))]
+        plain[rows] = torch.from_numpy(trellis.from_tiles(found, 16, 128))
+    assert (plain == quantized).float().mean() > 0.9
+
+
+def test_refit_reproduces_exllamav3():
+    su, sv = step("su_reg").flatten(), step("sv_reg").flatten()
+    quantized = su[:, None] * transform(step("weight_q_rot").float()) * sv
+    h = MATRICES["s128x256/H"] / 1024
+    damped = h + 0.025 * h.diagonal().mean() * torch.eye(128)
+    su, sv = refit(WEIGHT, quantized, damped, su, sv)
+    assert torch.equal(su.half(), MATRICES["s128x256/suh"])
+    assert torch.equal(sv.half(), MATRICES["s128x256/svh"])
