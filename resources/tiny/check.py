@@ -3,8 +3,8 @@
 
     python resources/tiny/check.py [--checkpoint DIR] [--device cpu] [--write FIGURES.json]
 
-Prints each figure beside its bar; ends with 1 if one is missed. Minutes on two cores: five rates
-of all experts are encoded by the library's own encoder.
+Prints each figure beside its bar; ends with 1 if one is missed. Minutes on two cores: all
+experts are encoded at four rates by the library's own encoder.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from trellisbank.model.moe import ExpertWeights
 from trellisbank.model.weights import expert_reader, load_layer, load_shared, memory_reader
 from trellisbank.quantize.expert import encode_group
 from trellisbank.quantize.hessian import expert_hessians
-from trellisbank.rows import build_rows, read_ids
+from trellisbank.rows import build_rows, load_tokenizer, read_ids
 
 ROOT = Path(__file__).resolve().parent
 WINDOW, WINDOWS = 256, 64
@@ -81,9 +81,7 @@ def panels(checkpoint: Checkpoint) -> dict[str, Tensor]:
 
 def training_tokens(checkpoint: Checkpoint) -> np.ndarray:
     """The training text as the model saw it: files in the archive's order, BOS before each."""
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(checkpoint.path / "tokenizer.json"))
+    tokenizer = load_tokenizer(checkpoint.path / "tokenizer.json")
     with tarfile.open(ROOT / "texts" / "training.tar.xz") as tar:
         texts = [
             tar.extractfile(member).read().decode()  # type: ignore[union-attr]
@@ -168,31 +166,23 @@ def no_experts(layer: int, read: Experts) -> Experts:
 
 
 def encode_experts(
-    model: Model, captures: Sequence[Capture], rate: int, workers: int
+    model: Model, captures: Sequence[tuple[Tensor, Tensor, Tensor]], rate: int, workers: int
 ) -> dict[tuple[int, int], ExpertWeights]:
     """All routed experts encoded at one rate and decoded again, by layer and expert."""
 
     def one(place: tuple[int, int]) -> ExpertWeights:
         layer, expert = place
         w1, w2, w3 = expert_reader(model.checkpoint, model.cfg, layer)(expert)
-        capture = captures[layer]
-        seen = [
-            (c.cpu() for c in (capture.ffn_input, capture.route_indices, capture.route_weights))
-        ]
-        hessians = expert_hessians(
-            [tuple(parts) for parts in seen], expert, w1, w3, model.cfg.swiglu_limit
-        )
+        hessians = expert_hessians([captures[layer]], expert, w1, w3, model.cfg.swiglu_limit)
         stem = f"layers.{layer}.ffn.experts.{expert}"
         groups = ({"w1": w1.T, "w3": w3.T}, {"w2": w2.T})
         stored = {}
         for weights, hessian in zip(groups, hessians, strict=True):
-            for name, coded in encode_group(
-                weights, hessian.matrix, hessian.count, rate, stem
-            ).items():
-                parts = (coded.tensors[part].numpy() for part in ("trellis", "suh", "svh"))
-                stored[name] = (
-                    torch.from_numpy(trellis.decode(*parts)).T.bfloat16().to(model.device)
-                )
+            coded = encode_group(weights, hessian.matrix, hessian.count, rate, stem)
+            for name, matrix in coded.items():
+                parts = (matrix.tensors[part].numpy() for part in ("trellis", "suh", "svh"))
+                weight = torch.from_numpy(trellis.decode(*parts))
+                stored[name] = weight.T.bfloat16().to(model.device)
         return stored["w1"], stored["w2"], stored["w3"]
 
     cfg = model.cfg
@@ -226,14 +216,8 @@ def check_learning(model: Model, rows: dict[str, Tensor], report: Report) -> Ten
     """NLL against counting, expert use and ablations; returns the code panel's hidden states."""
     code = rows["code"]
     tokens = training_tokens(model.checkpoint)
-    report.note(
-        "training tokens",
-        {
-            "count": tokens.size,
-            "sha256": hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest(),
-        },
-        f"{tokens.size}",
-    )
+    digest = hashlib.sha256(tokens.astype("<i4").tobytes()).hexdigest()
+    report.note("training tokens", {"count": tokens.size, "sha256": digest}, f"{tokens.size}")
     trigram = train_trigram(tokens, model.cfg.vocab_size)
     hidden, nll, captures = forward(model, code)
     for panel in ("code", "prose"):
@@ -274,7 +258,10 @@ def check_rates(
 
     noise = float(scored(forward(model, code, torch.float32)[0])["kl"].mean())
     report.note("KL of fp32 linear maps, nats/token", round(noise, 7), f"{noise:9.6f}")
-    captures = forward(model, rows["calibration"])[2]
+    captures = [
+        (capture.ffn_input.cpu(), capture.route_indices.cpu(), capture.route_weights.cpu())
+        for capture in forward(model, rows["calibration"])[2]
+    ]
     before = None
     for rate in RATES:
         coded = encode_experts(model, captures, rate, workers)

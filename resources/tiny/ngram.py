@@ -34,7 +34,7 @@ class Counts:
     def discount(self) -> float:
         """Absolute discount, ``n1 / (n1 + 2 n2)`` (Ney, Essen and Kneser 1994)."""
         once, twice = (int((self.counts == n).sum()) for n in (1, 2))
-        return once / (once + 2 * twice)
+        return once / (once + 2 * twice) if once else 0.0
 
 
 def count(keys: Ids) -> Counts:
