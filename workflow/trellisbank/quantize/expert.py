@@ -133,7 +133,7 @@ def quantize_matrix(
     with _one_torch_thread():
         _check_hessian(hessian, k, name)
         ready = finalize(hessian, count, su, options.sigma_reg, min_tokens)
-        return _encode(weight.float(), hessian, ready, sv, rate, name, options, threads)
+        return _encode(weight, hessian, ready, sv, rate, name, options, threads)
 
 
 def encode_group(
@@ -175,7 +175,7 @@ def encode_group(
         ready = finalize(hessian, count, signs, options.sigma_reg, min_tokens)
         return {
             name: _encode(
-                weight.float(),
+                weight,
                 hessian,
                 ready,
                 random_signs(f"{stem}.{name}/out", weight.shape[1]),
@@ -230,6 +230,7 @@ def _encode(
     options: Options,
     threads: int,
 ) -> EncodedMatrix:
+    weight = weight.float().contiguous()  # sums would feel another layout's order
     encode = tile_encoder(rate, CODEBOOK, threads)
     values = trellis.codebook(CODEBOOK).astype(np.float32)
     regular, su, sv = regularize(weight, ready.signs, out_signs, options.out_scales)

@@ -228,7 +228,7 @@ def finalize(
     """
     if matrix is None:
         return Finalized(signs, None, None, "no Hessian")
-    if count < min_count:
+    if count < max(min_count, 1):
         reason = "no calibration rows" if count == 0 else f"{count} calibration rows of {min_count}"
         return Finalized(signs, None, None, reason)
     if not bool(matrix.isfinite().all()):
