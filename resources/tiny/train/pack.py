@@ -15,6 +15,8 @@ from trellisbank.formats import fp8_block, mxfp4
 from trellisbank.safetensors_io import write_tensors
 
 SHARDS = LAYERS + 6  # vision, embedding, one a layer, head, draft, and two for Engram
+# Plain bf16 tensors whose name is complete without `.weight`.
+BARE = (".bias", "q_weight", "k_weight", "image_start", "image_end", "image_newline")
 
 
 def stored(stem: str, kind: str, weight: Tensor) -> dict[str, Tensor]:
@@ -31,10 +33,6 @@ def stored(stem: str, kind: str, weight: Tensor) -> dict[str, Tensor]:
         block = fp8_block.BLOCK if kind == "fp8" else fp8_block.ROW_BLOCK
         codes = fp8_block.requantize(values.bfloat16(), scales, block)
     return {f"{stem}.weight": codes, f"{stem}.scale": scales}
-
-
-# Plain bf16 tensors whose name is complete without `.weight`.
-BARE = (".bias", "q_weight", "k_weight", "image_start", "image_end", "image_newline")
 
 
 def shard_number(stem: str) -> int:

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Build the texts of the small checkpoint, and its tokenizer, from a Python standard library.
+"""Build the texts of the small checkpoint, and its tokenizer, from the Python standard library.
 
-    python resources/tiny/train/texts.py [STDLIB]
+    python resources/tiny/train/texts.py
 
-Writes ``resources/tiny/texts`` (calibration and two held-out panels as plain text, training and
+Reads the library of the Python that runs it; the files of one version always give the same bytes,
+and the committed texts come from the version that ``texts.json`` names. Writes
+``resources/tiny/texts`` (calibration and two held-out panels as plain text, training and
 validation as one archive, ``texts.json`` with every hash) and the checkpoint's tokenizer. Splits
-are made by file before anything else. The files of one Python version always give the same
-bytes; the committed texts come from the version that ``texts.json`` names.
+are made by file before anything else.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ import json
 import lzma
 import platform
 import re
-import sys
 import sysconfig
 import tarfile
 from collections.abc import Iterable
@@ -163,7 +163,7 @@ def archive(path: Path, texts: dict[str, str]) -> None:
 
 def main() -> None:
     """Write texts, hashes, tokenizer."""
-    stdlib = Path(sys.argv[1] if len(sys.argv) > 1 else sysconfig.get_path("stdlib"))
+    stdlib = Path(sysconfig.get_path("stdlib"))
     files = read_sources(stdlib)
     names = split(files)
     tokenizer = train_tokenizer(files[name] for name in names["training"])
