@@ -7,8 +7,9 @@ from pathlib import Path
 import torch
 
 from trellisbank.checkpoint import open_checkpoint
+from trellisbank.errors import ForwardError
 from trellisbank.files import write_json
-from trellisbank.model.config import model_config
+from trellisbank.model.config import ModelConfig, model_config
 from trellisbank.model.forward import (
     advance,
     check_rows,
@@ -16,7 +17,7 @@ from trellisbank.model.forward import (
     first_state,
     layer_statistics,
 )
-from trellisbank.model.state import CAPTURED, load_state, save_state
+from trellisbank.model.state import CAPTURED, State, load_state, save_state
 from trellisbank.model.weights import load_shared
 from trellisbank.rows import read_ids
 from trellisbank.safetensors_io import write_tensors
@@ -61,7 +62,7 @@ def stream_layer(
     if state_before is None:
         before = first_state(cfg, ids, load_shared(opened, cfg, "embed", device))
     else:
-        before, _ = load_state(Path(state_before), cfg, device)
+        before = _state_after(layer - 1, state_before, cfg, device)
     after, captured = advance(opened, cfg, layer, ids, before)
     save_state(Path(state_after), after, layer)
     if capture is not None:
@@ -74,6 +75,19 @@ def stream_layer(
             **layer_statistics(cfg, after, captured),
         },
     )
+
+
+def _state_after(layer: int, path: Pathlike, cfg: ModelConfig, device: str) -> State:
+    state, found = load_state(Path(path), cfg, device)
+    if found != layer:
+        raise ForwardError(
+            "A state was written after another layer.",
+            file=path,
+            expected=f"layer {layer}",
+            found=f"layer {found}",
+            fix="give the state of the layer before",
+        )
+    return state
 
 
 @torch.inference_mode()
@@ -89,7 +103,7 @@ def finish_rows(
     opened = open_checkpoint(checkpoint)
     cfg = model_config(opened.config)
     ids = read_ids(rows)
-    last, _ = load_state(Path(state), cfg, device)
+    last = _state_after(cfg.num_hidden_layers - 1, state, cfg, device)
     norm, head = (load_shared(opened, cfg, name, device) for name in ("norm", "head"))
     final_hidden, nll = finish(cfg, last, ids, norm, head)
     write_tensors(hidden, {"final_hidden": final_hidden, "nll": nll})

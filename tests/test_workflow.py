@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The workflow itself, on a cut of the shipped checkpoint: 2 layers x 4 experts, one panel."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from cut import TINY, cut_checkpoint
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.slow
+
+CONFIG = {
+    "run": "cut",
+    "calibration": {
+        "texts": ["resources/tiny/texts/calibration/*.txt"],
+        "window": 64,
+        "windows": 8,
+        "splits": 2,
+    },
+    "panels": {
+        "code": {"texts": ["resources/tiny/texts/code/*.txt"], "window": 64, "windows": 8},
+    },
+    "encode": {"experts_per_block": 4},
+    "recipes": {"main": {"method": "uniform", "average_rate": 2}},
+}
+
+
+class Clone:
+    """A copy of the repository's code with a source of its own, in which things may be changed."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        shutil.copytree(ROOT / "resources/tiny/texts", folder / "resources/tiny/texts")
+        for name in ("Snakefile", "rules", "workflow", "config", "profiles", "report", "envs"):
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+            copy(ROOT / name, folder / name)
+        (folder / "local").symlink_to("profiles/local")
+        cut_checkpoint(folder / "source")
+        self.rate = 2
+
+    def snakemake(self, *words: str, code: int = 0) -> str:
+        """Run the workflow and return what it printed."""
+        config = CONFIG | {"source": "source"}
+        config["recipes"]["main"]["average_rate"] = self.rate
+        (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
+        done = subprocess.run(
+            [sys.executable, "-m", "snakemake", "--profile", "local", *words]
+            + ["--configfile", "config.yaml"],
+            cwd=self.folder,
+            env=os.environ | {"PYTHONPATH": str(self.folder / "workflow")},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        assert done.returncode == code, done.stdout[-5000:]
+        return done.stdout
+
+    def jobs(self) -> dict[str, int]:
+        """Jobs that a run would have, by rule."""
+        printed = self.snakemake("--dry-run")
+        return {
+            name: int(count)
+            for name, count in re.findall(r"^(\w+) +(\d+)$", printed, re.MULTILINE)
+            if name not in ("all", "total")
+        }
+
+    def hashes(self, *kinds: str) -> dict[str, str]:
+        """Hash of every file of some kinds of results."""
+        return {
+            str(path.relative_to(self.folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+            for kind in kinds
+            for path in sorted((self.folder / "results").glob(kind))
+            if path.is_file()
+        }
+
+
+def stamps(folder: Path) -> dict[str, tuple[int, str]]:
+    return {
+        path.name: (path.stat().st_mtime_ns, hashlib.sha256(path.read_bytes()).hexdigest())
+        for path in folder.iterdir()
+    }
+
+
+MADE = ("bank/**/*", "cut/encoded/**/*", "cut/plan/*", "cut/receipts/**/*", "cut/release/**/*")
+SCORED = ("cut/scores/**/*", "cut/compare/**/*", "cut/report/*", "cut/rows/*", "cut/hessians/*")
+
+
+@pytest.fixture(scope="module")
+def clone(tmp_path_factory):
+    """A finished run with two jobs at a time."""
+    made = Clone(tmp_path_factory.mktemp("two"))
+    made.stamps = stamps(made.folder / "source")
+    made.snakemake("--cores", "2")
+    return made
+
+
+def test_everything_is_there_and_the_source_is_as_it_was(clone):
+    run = clone.folder / "results/cut"
+    assert (run / "report/index.html").stat().st_size > 10_000
+    assert stamps(clone.folder / "source") == clone.stamps
+    report = json.loads((run / "receipts/main/repack-report.json").read_text())
+    assert report["dropped"]["tensors"] == 2 * 4 * 6
+    compared = json.loads((run / "compare/main/code.json").read_text())["quantities"]
+    assert compared["kl"]["low"] > 0
+    # States are temporary; what is dear or small stays.
+    assert not list(run.glob("forward/**/*.state.safetensors"))
+    assert len(list(run.glob("captures/*/*.safetensors"))) == 4
+    records = list(run.glob("provenance/**/*.json"))
+    jobs = sum(1 for _ in run.glob("benchmarks/**/*.tsv"))
+    assert len(records) == jobs > 30
+
+
+def test_no_path_of_this_machine_is_in_what_is_shipped(clone):
+    for path in (clone.folder / "results/cut/release/main").rglob("*"):
+        if path.is_file():
+            assert str(clone.folder).encode() not in path.read_bytes(), path
+
+
+def test_one_job_at_a_time_gives_the_same_bytes(clone, tmp_path):
+    alone = Clone(tmp_path)
+    alone.snakemake("--cores", "1")
+    assert alone.hashes(*MADE, *SCORED) == clone.hashes(*MADE, *SCORED)
+
+
+def test_second_run_does_nothing(clone):
+    assert "Nothing to be done" in clone.snakemake("--dry-run")
+
+
+def test_comment_reruns_nothing_and_code_reruns_what_it_touches(clone):
+    module = clone.folder / "workflow/trellisbank/evaluate/bootstrap.py"
+    text = module.read_text()
+    module.write_text(text + "\n# A remark.\n")
+    assert clone.jobs() == {}
+    module.write_text(text + "\nEXTRA = 1\n")
+    assert clone.jobs() == {"compare": 1, "report": 1}
+    module.write_text(text)
+    assert clone.jobs() == {}
+
+
+def test_another_rate_encodes_only_that_and_going_back_encodes_nothing(clone):
+    before, made = clone.hashes("bank/**/*"), clone.hashes(*MADE)
+    clone.rate = 3
+    clone.snakemake("--cores", "2")
+    after = clone.hashes("bank/**/*")
+    assert len(after) == 2 * len(before) and before.items() <= after.items()
+    written = {
+        path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")
+    }
+    clone.rate = 2
+    clone.snakemake("--cores", "2")
+    assert written == {
+        path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")
+    }
+    again = clone.hashes(*MADE)
+    assert {name: again[name] for name in made} == made
+    assert stamps(clone.folder / "source") == clone.stamps
+
+
+def test_named_target_release_stops_before_scoring(clone, tmp_path):
+    assert "Nothing to be done" in clone.snakemake("release", "--dry-run")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"recipe": {}}, "known keys here"),
+        ({"source": "nowhere"}, "cannot be read"),
+        ({"panels": {"code": {"texts": ["nothing*"], "window": 64, "windows": 8}}}, "texts"),
+    ],
+    ids=["unknown key", "no source", "no text"],
+)
+def test_configurations_that_are_refused(clone, tmp_path, change, message):
+    (clone.folder / "bad.yaml").write_text(yaml.safe_dump(CONFIG | {"source": "source"} | change))
+    done = subprocess.run(
+        [sys.executable, "-m", "snakemake", "--profile", "local", "--configfile", "bad.yaml", "-n"],
+        cwd=clone.folder,
+        env=os.environ | {"PYTHONPATH": str(clone.folder / "workflow")},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert message in done.stdout + done.stderr
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+def test_damaged_shard_stops_with_one_message_and_leaves_nothing(tmp_path):
+    broken = Clone(tmp_path)
+    shard = next((tmp_path / "source").glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-3])
+    printed = broken.snakemake("results/cut/source/manifest.json", code=1)
+    assert "size that its header states" in printed and shard.name in printed
+    assert not (tmp_path / "results/cut/source/manifest.json").exists()
