@@ -39,7 +39,6 @@ rule freeze_plan:
     params:
         code=code("freeze_plan"),
         recipe=lambda wildcards: RECIPES[wildcards.recipe],
-        root=RUN,
     message:
         "Freeze the plan of recipe {wildcards.recipe}"
     script:

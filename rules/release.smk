@@ -33,7 +33,6 @@ rule splice_shard:
         bank=settings["bank_store"],
         layers=lambda wildcards: [number(layer) for layer in layers_of_shard(wildcards)],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
-        root=RUN,
     message:
         "Splice {wildcards.shard} of release {wildcards.recipe}"
     script:
@@ -83,7 +82,6 @@ rule verify_release:
         code=code("verify_release"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
-        root=RUN,
     message:
         "Hold release {wildcards.recipe} against source, plan and ledgers"
     script:

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cut import TINY, cut_checkpoint
+
+from cut import cut_checkpoint
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -151,9 +152,7 @@ def test_another_rate_encodes_only_that_and_going_back_encodes_nothing(clone):
     clone.snakemake("--cores", "2")
     after = clone.hashes("bank/**/*")
     assert len(after) == 2 * len(before) and before.items() <= after.items()
-    written = {
-        path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")
-    }
+    written = {path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")}
     clone.rate = 2
     clone.snakemake("--cores", "2")
     assert written == {
