@@ -3,11 +3,6 @@
 # must not be a declared output, or Snakemake would touch the source's time stamps.
 
 
-def layers_of_shard(wildcards):
-    """Body layers that a shard holds tensors of."""
-    return [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]
-
-
 rule splice_shard:
     input:
         plan=rules.freeze_plan.output.plan,
