@@ -12,8 +12,8 @@ from trellisbank.bank import GROUPS, Bank, expert_key
 from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
 from trellisbank.files import write_json
 from trellisbank.formats import trellis
-from trellisbank.plan.freeze import LEDGER_SCHEMA
 from trellisbank.plan.layouts import Wanted
+from trellisbank.plan.ledger import SCHEMA as LEDGER_SCHEMA
 from trellisbank.safetensors_io import write_tensors
 
 LAYERS, EXPERTS, SIZE = 2, 3, 128

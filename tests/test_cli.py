@@ -2,6 +2,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pandas as pd
 import pytest
@@ -36,7 +37,7 @@ def test_help_of_every_command():
         [sys.executable, "-m", "trellisbank.cli", "--help"], capture_output=True, text=True
     )
     assert listing.returncode == 0
-    for command in ("inspect", "forward", "encode", "decode", "score"):
+    for command in ("inspect", "forward", "encode", "decode", "score", "plan"):
         assert command in listing.stdout
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])
@@ -121,3 +122,38 @@ def test_score_of_a_checkpoint_against_itself_is_exactly_zero(capsys, checkpoint
     assert (table["kl"] == 0).all() and (table["nll_source"] == table["nll_release"]).all()
     names = {path.name for path in (tmp_path / "out").iterdir()}
     assert names == {"scores.parquet", "summary.json"}
+
+
+TABLE = Path(__file__).parent / "data/published/ledger_per_layer.csv"
+
+
+def test_plan_from_the_published_table(capsys):
+    words = ["plan", TABLE, "--method", "gain", "--target-bpw", "3.5"]
+    code, out, _ = run(capsys, *words, "--margin", 4, "--json")
+    found = json.loads(out)
+    assert code == 0
+    raised = [name for name, rate in found["rates"].items() if rate == 4]
+    assert len([name for name in raised if "gate_up" in name]) == 19
+    assert len([name for name in raised if "down" in name]) == 22
+    # Four steps up and four down for each group, as the published lists had.
+    assert len(found["margin"]) == 16
+    code, out, _ = run(capsys, *words)
+    assert code == 0 and "3.5000 bits of payload, 3.5101 stored bits a weight" in out
+    code, out, _ = run(capsys, "plan", TABLE, "--curve")
+    assert code == 0 and len(out.splitlines()) == 82
+    code, out, _ = run(capsys, "plan", TABLE, "--loss", found["loss"], "--json")
+    assert code == 0 and json.loads(out)["stored_bytes"] == found["stored_bytes"]
+    size = ["--rank-gib", 62.8, "--tensor-parallel", 4, "--other-bytes", 2**33]
+    code, out, _ = run(capsys, "plan", TABLE, *size, "--json")
+    assert code == 0 and json.loads(out)["stored_bytes"] <= 4 * (62.8 * 2**30 - 2**33)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["--bytes", "1000"], ["--target-bpw", "3", "--rates", "3"], ["--loss", "0"]],
+    ids=["too small", "rates of a table", "no such plan"],
+)
+def test_plans_that_cannot_be_made(capsys, words):
+    code, out, err = run(capsys, "plan", TABLE, *words)
+    assert code == 1 and not out
+    assert "PlanError" in err and "fix:" in err

@@ -191,7 +191,7 @@ def test_missing_experts_are_refused_and_the_first_six_named(run):
     with pytest.raises(PlanError) as caught:
         plan_of(run, rates)
     found = caught.value.fields["found"]
-    assert found.startswith("6 missing: layer 1 expert 0 down K4, layer 1 expert 1 down K4")
+    assert found.startswith("6 missing: layer 1 expert 0 gate_up K4, layer 1 expert 1 gate_up K4")
     with pytest.raises(PlanError, match="12 missing.* and more"):
         plan_of(run, dict.fromkeys(slots, 4))
 

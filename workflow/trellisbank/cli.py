@@ -91,7 +91,93 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("rows", type=Path, help="safetensors file with input_ids [rows, tokens]")
     added.add_argument("out", type=Path, help="folder for scores.parquet and summary.json")
     added.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+
+    added = command("plan", _plan, "Choose rates from ledgers under a budget.")
+    added.add_argument(
+        "ledger", type=Path, nargs="+", help="encoded/*/L??.B??.json of a run, or a table (.csv)"
+    )
+    added.add_argument(
+        "--stats", type=Path, nargs="+", default=[], help="forward/source/*/L??.stats.json"
+    )
+    added.add_argument("--method", choices=["gain", "exact", "random"], default="exact")
+    added.add_argument("--layout", choices=["cuda-exl3", "bank-plan"], default="cuda-exl3")
+    added.add_argument(
+        "--rates", type=_rate, nargs="+", default=[], help="bits a weight, or native (bank-plan)"
+    )
+    budget = added.add_mutually_exclusive_group(required=True)
+    budget.add_argument("--target-bpw", help="average bits of payload a weight")
+    budget.add_argument("--stored-bpw", help="average stored bits a weight, with scales, markers")
+    budget.add_argument("--bytes", type=int, help="stored bytes of the routed experts")
+    budget.add_argument("--rank-gib", type=float, help="GiB of weights that a rank may hold")
+    budget.add_argument("--loss", type=float, help="the smallest plan with at most this loss")
+    budget.add_argument("--curve", action="store_true", help="predicted loss against size")
+    added.add_argument("--tensor-parallel", type=int, default=1, help="ranks, for --rank-gib")
+    added.add_argument(
+        "--other-bytes", type=int, default=0, help="bytes of a rank that are no routed experts"
+    )
+    added.add_argument("--seed", type=int, default=0, help="order of the random method")
+    added.add_argument("--margin", type=int, default=0, help="next-best steps listed each way")
+    added.add_argument("--json", action="store_true", help="print everything as JSON")
     return parser
+
+
+def _rate(text: str) -> int | str:
+    if text == "native":
+        return text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no rate such as 3 or native") from None
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from trellisbank.plan.explore import load_table, plan_below, plan_curve, plan_within
+    from trellisbank.plan.solve import rank_bytes
+
+    table = load_table(
+        options.ledger,
+        statistics=options.stats,
+        method="gain" if options.method == "gain" else "exact",
+        layout=options.layout,
+        rates=options.rates,
+    )
+    if options.curve:
+        found = plan_curve(table)
+    elif options.loss is not None:
+        found = plan_below(table, options.loss)
+    else:
+        size = options.bytes
+        if options.rank_gib is not None:
+            size = rank_bytes(options.rank_gib, options.tensor_parallel, options.other_bytes)
+        kinds = {
+            "average_rate": options.target_bpw,
+            "stored_bits": options.stored_bpw,
+            "bytes": size,
+        }
+        budget = {kind: amount for kind, amount in kinds.items() if amount is not None}
+        found = plan_within(table, options.method, budget, options.seed, options.margin)
+    if options.json:
+        print(json.dumps(found, indent=1, sort_keys=True))
+    elif options.curve:
+        print("average_rate  stored_bits          stored_bytes  loss")
+        for point in found["curve"]:
+            print(
+                f"{point['average_rate']:12.4f}  {point['stored_bits_per_weight']:11.4f}"
+                f"  {point['stored_bytes']:20,}  {point['cost']:.6g}"
+            )
+    else:
+        print(
+            f"{found['average_rate']:.4f} bits of payload, "
+            f"{found['stored_bits_per_weight']:.4f} stored bits a weight, "
+            f"{found['stored_bytes']:,} bytes"
+        )
+        print(f"predicted loss {found['loss']:.6g}", end="")
+        if found["bound"] is not None:
+            print(f", proven bound {found['bound']:.6g}, greedy {found['greedy_loss']:.6g}", end="")
+        print(f"; {len(found['protected'])} slots protected by a failed measurement")
+        for rate in sorted(set(found["rates"].values()), key=str):
+            names = [name for name, chosen in found["rates"].items() if chosen == rate]
+            print(f"{rate if rate == 'native' else f'K{rate}'}: {len(names)}: {' '.join(names)}")
 
 
 def _inspect(options: argparse.Namespace) -> None:

@@ -4,17 +4,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trellisbank.bank import GROUPS
 from trellisbank.errors import PlanError
 from trellisbank.files import blake3_file, digest_json, read_json
-from trellisbank.plan.layouts import Slot
+from trellisbank.plan.layouts import ALL, NATIVE, Rate, Slot, payload_bits
+from trellisbank.plan.ledger import read_ledgers
 
 SCHEMA = "trellisbank/plan/1"
-LEDGER_SCHEMA = "trellisbank/ledger/1"
 
 Entries = dict[tuple[int, int, str], dict[str, Any]]
 """(layer, expert, group) -> ledger entry."""
@@ -26,10 +26,12 @@ def freeze(
     method: str,
     layout: str,
     budget: Mapping[str, Any],
-    rates: Mapping[Slot, int],
+    rates: Mapping[Slot, Rate],
     experts: int,
     ledgers: Sequence[str | os.PathLike[str]],
     root: str | os.PathLike[str],
+    predicted: Mapping[str, Any] | None = None,
+    others: Sequence[str | os.PathLike[str]] = (),
 ) -> dict[str, Any]:
     """Make the plan of a recipe from the ledgers of what was encoded for it.
 
@@ -42,6 +44,8 @@ def freeze(
         experts: Routed experts a layer.
         ledgers: Ledger files; they may hold more than the plan takes.
         root: Folder that the paths in the plan are relative to.
+        predicted: What the solver says of the plan, JSON values.
+        others: Other files that the rates were chosen from.
 
     Returns:
         The plan: slots with their rates, the average rate (payload bits a weight), the stored bits
@@ -52,53 +56,59 @@ def freeze(
         PlanError: An expert is in no ledger, in two with different keys, or of another size than
             its slot says.
     """
-    of_slot = {(slot.layer, slot.group): (slot, rate) for slot, rate in rates.items()}
-    wanted = {(layer, group): rate for (layer, group), (_, rate) in of_slot.items()}
-    entries = _entries(wanted, experts, ledgers)
-    weights = dict.fromkeys(of_slot, 0)
+    slots = sorted(rates, key=lambda slot: slot.order)
+    entries = _entries({slot: rates[slot] for slot in slots}, experts, ledgers)
     stored = 0
-    for (layer, _, group), entry in entries.items():
-        for matrix in GROUPS[group]:
-            measured = entry["matrices"][matrix]
-            weights[layer, group] += measured["weights"]
-            stored += measured["stored_bits"]
-    for place, (slot, _) in of_slot.items():
-        if weights[place] != slot.weights:
+    for slot in slots:
+        if rates[slot] == NATIVE:
+            stored += payload_bits(slot, NATIVE)
+            continue
+        measured = [
+            entries[slot.layer, expert, group]["matrices"][matrix]
+            for expert, group in slot.places(experts)
+            for matrix in GROUPS[group]
+        ]
+        stored += sum(matrix["stored_bits"] for matrix in measured)
+        weights = sum(matrix["weights"] for matrix in measured)
+        if weights != slot.weights:
             raise PlanError(
                 "The ledgers speak of experts of another size than the plan.",
                 layer=slot.layer,
-                tensor=slot.group,
+                tensor=slot.name,
                 expected=f"{slot.weights} weights",
-                found=f"{weights[place]} weights",
+                found=f"{weights} weights",
                 fix="encode again: source and ledgers do not belong together",
             )
-    total = sum(weights.values())
-    order = list(GROUPS)
+    total = sum(slot.weights for slot in slots)
     plan: dict[str, Any] = {
         "schema": SCHEMA,
         "recipe": recipe,
         "method": method,
         "layout": layout,
         "budget": dict(budget),
-        "slots": [
-            {"layer": layer, "group": group, "rate": wanted[layer, group]}
-            for layer, group in sorted(wanted, key=lambda place: (place[0], order.index(place[1])))
-        ],
-        "average_rate": sum(weights[place] * rate for place, rate in wanted.items()) / total,
+        "slots": [_slot_json(slot) | {"rate": rates[slot]} for slot in slots],
+        "average_rate": sum(payload_bits(slot, rates[slot]) for slot in slots) / total,
         "stored_bits_per_weight": stored / total,
         "stored_bytes": stored // 8,
+        "predicted": None if predicted is None else dict(predicted),
         "read": sorted(
             (
                 {
                     "path": Path(path).resolve().relative_to(Path(root).resolve()).as_posix(),
                     "blake3": blake3_file(path),
                 }
-                for path in ledgers
+                for path in (*ledgers, *others)
             ),
             key=lambda item: item["path"],
         ),
     }
     return {**plan, "hash": digest_json(plan)}
+
+
+def _slot_json(slot: Slot) -> dict[str, Any]:
+    """A slot of one expert names it, a slot of a layer names its group."""
+    place = {"group": slot.group} if slot.expert is None else {"expert": slot.expert}
+    return {"layer": slot.layer, **place}
 
 
 def load_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -129,8 +139,16 @@ def load_plan(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def plan_rates(plan: Mapping[str, Any]) -> dict[tuple[int, str], int]:
-    """Return (layer, group) -> rate of a plan."""
+    """Return (layer, group) -> rate of a plan of the `cuda-exl3` layout."""
     return {(slot["layer"], slot["group"]): slot["rate"] for slot in plan["slots"]}
+
+
+def plan_slots(plan: Mapping[str, Any]) -> dict[Slot, Rate]:
+    """Return the slots of a plan of any layout with their rates; sizes are not in a plan."""
+    return {
+        Slot(item["layer"], item.get("group", ALL), 0, item.get("expert")): item["rate"]
+        for item in plan["slots"]
+    }
 
 
 def planned_entries(
@@ -165,59 +183,34 @@ def planned_entries(
                 fix="freeze the recipe again",
             )
     kept = None if layers is None else set(layers)
-    rates = {
-        place: rate for place, rate in plan_rates(plan).items() if kept is None or place[0] in kept
-    }
+    rates = {s: rate for s, rate in plan_slots(plan).items() if kept is None or s.layer in kept}
     return _entries(rates, experts, ledgers)
 
 
-def _ledger_entries(path: str | os.PathLike[str]) -> Iterator[dict[str, Any]]:
-    ledger = read_json(path, PlanError)
-    if ledger.get("schema") != LEDGER_SCHEMA:
-        raise PlanError(
-            "A file is no ledger.",
-            file=path,
-            expected=f"schema {LEDGER_SCHEMA}",
-            found=ledger.get("schema"),
-            fix="give the encoded/{wanted}/L??.B??.json files of a run",
-        )
-    yield from ledger["entries"]
-
-
 def _entries(
-    rates: Mapping[tuple[int, str], int],
+    rates: Mapping[Slot, Rate],
     experts: int,
     ledgers: Sequence[str | os.PathLike[str]],
 ) -> Entries:
-    """Find the entry of every expert of the given slots at the slot's rate."""
-    found: Entries = {}
-    for path in ledgers:
-        for entry in _ledger_entries(path):
-            if rates.get((entry["layer"], entry["group"])) != entry["rate"]:
-                continue
-            place = (entry["layer"], entry["expert"], entry["group"])
-            if found.setdefault(place, entry)["key"] != entry["key"]:
-                raise PlanError(
-                    "Two ledgers disagree about one expert.",
-                    file=path,
-                    layer=entry["layer"],
-                    expert=entry["expert"],
-                    expected=f"key {found[place]['key']}",
-                    found=f"key {entry['key']}",
-                    fix="use ledgers of one run: encoder, settings or captures differ",
-                )
+    """Find the entry of every expert of the given slots at the slot's rate; none for native."""
+    encoded = read_ledgers(ledgers)
+    places = [
+        (slot.layer, expert, group, rate)
+        for slot, rate in sorted(rates.items(), key=lambda item: item[0].order)
+        if isinstance(rate, int)
+        for expert, group in slot.places(experts)
+    ]
     missing = [
         f"layer {layer} expert {expert} {group} K{rate}"
-        for (layer, group), rate in sorted(rates.items())
-        for expert in range(experts)
-        if (layer, expert, group) not in found
+        for layer, expert, group, rate in places
+        if (layer, expert, group, rate) not in encoded
     ]
     if missing:
         raise PlanError(
             "The ledgers lack experts that the plan takes.",
-            expected=f"{len(rates) * experts} encoded matrix groups",
+            expected=f"{len(places)} encoded matrix groups",
             found=f"{len(missing)} missing: {', '.join(missing[:6])}"
             + (" and more" if len(missing) > 6 else ""),
             fix="run the encoding of these layers first",
         )
-    return found
+    return {place[:3]: encoded[place] for place in places}

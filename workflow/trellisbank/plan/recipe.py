@@ -1,48 +1,172 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From a recipe of the configuration to wanted lists and to its frozen plan."""
+"""From a recipe of the configuration to wanted lists and to its frozen plan.
+
+Methods that need no measurement of errors know their rates at once: one wanted list, of the
+recipe's name. The others (`MEASURED`) encode a base first, which recipes with the same rates share,
+draft a plan from it, encode what the draft names, and freeze a plan from measurements alone.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trellisbank.files import read_json, write_json
+from trellisbank.plan.cost import Table, blank_table, frequency_table, ledger_table
 from trellisbank.plan.freeze import freeze
-from trellisbank.plan.layouts import Slot, cuda_exl3_slots, wanted_entries
-from trellisbank.plan.solve import uniform
+from trellisbank.plan.layouts import (
+    Rate,
+    Slot,
+    Wanted,
+    cuda_exl3_slots,
+    exl3_overhead,
+    in_order,
+    layout_slots,
+    wanted_entries,
+)
+from trellisbank.plan.ledger import read_layers, read_ledgers
+from trellisbank.plan.solve import Solution, next_best, solve, uniform
 
 Pathlike = str | os.PathLike[str]
 
+MEASURED = ("gain", "exact")
+"""Methods that choose by what was measured while encoding."""
 
-def recipe_rates(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[Slot, int]:
-    """Return the rates of a uniform recipe: known before anything is encoded.
+BUDGETS = ("average_rate", "stored_bits", "bytes")
 
-    Raises:
-        PlanError: The budget lies outside what the encoder has rates for.
-    """
-    slots = cuda_exl3_slots(
+
+def base_name(recipe: Mapping[str, Any]) -> str:
+    """Return the name of a measured recipe's base, such as `base3-234`: what it holds."""
+    rates = "".join(str(rate) for rate in sorted(encoded_rates(recipe)))
+    return f"base{recipe['base_rate']}-{rates}"
+
+
+def encoded_rates(recipe: Mapping[str, Any]) -> list[int]:
+    """Return the rates of a recipe that have to be encoded."""
+    return [rate for rate in recipe["rates"] if isinstance(rate, int)]
+
+
+def budget_of(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the budget of a recipe as it is configured."""
+    return {kind: recipe[kind] for kind in BUDGETS if kind in recipe}
+
+
+def _sizes(manifest: Mapping[str, Any]) -> tuple[range, int, int, int]:
+    return (
         range(len(manifest["layers"])),
         manifest["routed_experts"],
         manifest["hidden_size"],
         manifest["moe_intermediate_size"],
     )
-    return uniform(slots, recipe["average_rate"], recipe["seed"])
 
 
-def write_wanted(
-    *, recipe: Mapping[str, Any], manifest_path: Pathlike, wanted_paths: Sequence[Pathlike]
-) -> None:
-    """Write what a recipe needs in the bank, one file for each layer, in the order of layers.
+def unmeasured_rates(
+    recipe: Mapping[str, Any], manifest: Mapping[str, Any], statistics: Iterable[Pathlike] = ()
+) -> dict[Slot, Rate]:
+    """Return the rates of a recipe that needs no errors: `uniform`, `random`, `frequency`.
+
+    Args:
+        recipe: As configured.
+        manifest: Of the source.
+        statistics: Of the captures; `frequency` counts their tokens.
 
     Raises:
-        PlanError: The budget lies outside what the encoder has rates for.
+        PlanError: The budget cannot be met.
+    """
+    layers, experts, width, inner = _sizes(manifest)
+    slots = layout_slots(recipe["layout"], layers, experts, width, inner)
+    if recipe["method"] == "uniform":
+        return dict(uniform(slots, recipe["average_rate"], recipe["seed"]))
+    table = blank_table(slots, recipe["rates"], width * inner, exl3_overhead(width, inner))
+    if recipe["method"] == "frequency":
+        table = frequency_table(table, read_layers(statistics))
+    return solve(recipe["method"], table, budget_of(recipe), recipe["seed"]).rates
+
+
+def base_wanted(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[int, list[Wanted]]:
+    """Return the base of a measured recipe: every expert at the base rate, one at all rates.
+
+    The one expert a layer, from the middle, gives the ratios between rates from which the draft
+    estimates what is not measured yet.
+    """
+    layers, experts, width, inner = _sizes(manifest)
+    slots = cuda_exl3_slots(layers, experts, width, inner)
+    wanted = wanted_entries(dict.fromkeys(slots, recipe["base_rate"]), experts)
+    for rate in encoded_rates(recipe):
+        for layer, entries in wanted_entries(dict.fromkeys(slots, rate), experts).items():
+            wanted[layer] += [entry for entry in entries if entry.expert == experts // 2]
+    return {layer: in_order(entries) for layer, entries in wanted.items()}
+
+
+def write_base(
+    *,
+    recipe: Mapping[str, Any],
+    manifest_path: Pathlike,
+    statistics: Sequence[Pathlike],
+    wanted_paths: Sequence[Pathlike],
+) -> None:
+    """Write what a recipe needs in the bank before anything is measured, one file for each layer.
+
+    Raises:
+        PlanError: The budget cannot be met.
     """
     manifest = read_json(manifest_path)
-    wanted = wanted_entries(recipe_rates(recipe, manifest), manifest["routed_experts"])
-    for layer, path in enumerate(wanted_paths):
+    if recipe["method"] in MEASURED:
+        wanted = base_wanted(recipe, manifest)
+    else:
+        rates = unmeasured_rates(recipe, manifest, statistics)
+        wanted = wanted_entries(rates, manifest["routed_experts"])
+    _write_wanted(wanted, wanted_paths)
+
+
+def write_draft(
+    *,
+    recipe: Mapping[str, Any],
+    ledgers: Sequence[Pathlike],
+    statistics: Sequence[Pathlike],
+    wanted_paths: Sequence[Pathlike],
+) -> None:
+    """Write what a draft of the plan names beyond the base: its rates and the next-best ones.
+
+    Rates that were not measured are estimated, here alone, from the ratios that were.
+
+    Raises:
+        PlanError: The budget cannot be met, or the ledgers do not cover the base.
+    """
+    entries = read_ledgers(ledgers)
+    table = _table(recipe, ledgers, statistics, estimate=True)
+    experts = 1 + max(place[1] for place in entries)
+    draft = solve(recipe["method"], table, budget_of(recipe))
+    beyond = next_best(draft, recipe["margin"])
+    wanted: dict[int, list[Wanted]] = {layer: [] for layer in range(len(wanted_paths))}
+    for slot, rate in draft.rates.items():
+        for one in {rate, *beyond.get(slot, ())}:
+            for layer, items in wanted_entries({slot: one}, experts).items():
+                wanted[layer] += [item for item in items if tuple(item) not in entries]
+    _write_wanted({layer: in_order(items) for layer, items in wanted.items()}, wanted_paths)
+
+
+def _write_wanted(wanted: Mapping[int, list[Wanted]], paths: Sequence[Pathlike]) -> None:
+    for layer, path in enumerate(paths):
         entries = [entry._asdict() for entry in wanted[layer]]
         write_json(path, {"schema": "trellisbank/wanted/1", "layer": layer, "entries": entries})
+
+
+def _table(
+    recipe: Mapping[str, Any],
+    ledgers: Sequence[Pathlike],
+    statistics: Sequence[Pathlike],
+    estimate: bool,
+) -> Table:
+    return ledger_table(
+        method=recipe["method"],
+        layout=recipe["layout"],
+        entries=read_ledgers(ledgers),
+        layers=read_layers(statistics),
+        rates=recipe["rates"],
+        estimate=estimate,
+    )
 
 
 def freeze_recipe(
@@ -51,19 +175,44 @@ def freeze_recipe(
     recipe: Mapping[str, Any],
     manifest_path: Pathlike,
     ledgers: Sequence[Pathlike],
+    statistics: Sequence[Pathlike],
     root: Pathlike,
     plan_path: Pathlike,
 ) -> None:
-    """Freeze the plan of a recipe from its ledgers; see `freeze`."""
+    """Freeze the plan of a recipe from its ledgers; see `freeze`.
+
+    Raises:
+        PlanError: The budget cannot be met, or the ledgers lack an expert.
+    """
     manifest = read_json(manifest_path)
+    predicted = None
+    if recipe["method"] in MEASURED:
+        found = solve(
+            recipe["method"], _table(recipe, ledgers, statistics, estimate=False), budget_of(recipe)
+        )
+        rates, predicted = found.rates, describe(found)
+    else:
+        rates = unmeasured_rates(recipe, manifest, statistics)
     plan = freeze(
         recipe=name,
         method=recipe["method"],
         layout=recipe["layout"],
-        budget={"average_rate": recipe["average_rate"], "seed": recipe["seed"]},
-        rates=recipe_rates(recipe, manifest),
+        budget=budget_of(recipe) | {"seed": recipe["seed"]},
+        rates=rates,
         experts=manifest["routed_experts"],
         ledgers=ledgers,
+        others=statistics,
         root=root,
+        predicted=predicted,
     )
     write_json(plan_path, plan)
+
+
+def describe(solution: Solution) -> dict[str, Any]:
+    """Return what the solver says of a plan: its loss, the proven bound, the greedy plan's loss."""
+    return {
+        "loss": solution.cost,
+        "bound": solution.bound,
+        "greedy_loss": solution.greedy,
+        "protected": [slot.name for slot in solution.protected],
+    }
