@@ -8,6 +8,7 @@ from snakemake.exceptions import WorkflowError
 from trellisbank.checkpoint import open_checkpoint
 from trellisbank.errors import TrellisbankError
 from trellisbank.model.config import model_config
+from trellisbank.plan.recipe import MEASURED, base_name, base_slice, needs_statistics
 from trellisbank.provenance.digest import code_digest
 from trellisbank.rows import find_texts
 from trellisbank.settings import load_settings
@@ -31,6 +32,20 @@ BLOCKS = [
     for block in range(-(-MODEL.n_routed_experts // settings["encode"]["experts_per_block"]))
 ]
 
+# What is wanted before anything is measured, and on what it depends: the rates of a recipe that
+# needs no errors, or the base that measured recipes share. Then the lists that each recipe's plan
+# is frozen from.
+BASES = {
+    base_name(recipe) if recipe["method"] in MEASURED else name: (
+        base_slice(recipe) if recipe["method"] in MEASURED else recipe
+    )
+    for name, recipe in RECIPES.items()
+}
+WANTED = {
+    name: [base_name(recipe), f"{name}.draft"] if recipe["method"] in MEASURED else [name]
+    for name, recipe in RECIPES.items()
+}
+
 
 pathvars:
     run=RUN,
@@ -44,6 +59,8 @@ wildcard_constraints:
     panel="|".join(map(re.escape, PANELS)),
     rows="|".join(map(re.escape, [*SPLITS, *PANELS])),
     recipe="|".join(map(re.escape, RECIPES)),
+    base="|".join(map(re.escape, BASES)),
+    wanted="|".join(re.escape(name) for names in WANTED.values() for name in names),
     checkpoint="|".join(map(re.escape, ["source", *RECIPES])),
 
 
@@ -117,3 +134,16 @@ def head_of(wildcards):
 def layers_of_shard(wildcards):
     """Body layers that a shard holds tensors of."""
     return [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]
+
+
+def ledgers_of(recipes, layers=LAYERS):
+    """Ledgers that the plans of recipes are frozen from; what two of them share stands once."""
+    wanted = dict.fromkeys(name for recipe in recipes for name in WANTED[recipe])
+    return expand(rules.encode.output.ledger, wanted=wanted, layer=layers, block=BLOCKS)
+
+
+def statistics_of(recipe):
+    """Statistics of the captures, for methods that read gains or routed tokens."""
+    if not needs_statistics(recipe):
+        return []
+    return expand(rules.capture.output.stats, split=SPLITS, layer=LAYERS)

@@ -4,19 +4,19 @@
 
 rule encode:
     input:
-        wanted="<run>/wanted/{recipe}/{layer}.json",
+        wanted="<run>/wanted/{wanted}/{layer}.json",
         hessians=rules.hessians.output.receipt,
         captures=rules.hessians.input.captures,
         weights=lambda wildcards: expand(
             rules.verify_shard.output.receipt, shard=LAYER_SHARDS[wildcards.layer]
         ),
     output:
-        ledger="<run>/encoded/{recipe}/{layer}.{block}.json",
-        record="<run>/provenance/encode/{recipe}.{layer}.{block}.json",
+        ledger="<run>/encoded/{wanted}/{layer}.{block}.json",
+        record="<run>/provenance/encode/{wanted}.{layer}.{block}.json",
     log:
-        "<run>/logs/encode/{recipe}.{layer}.{block}.log",
+        "<run>/logs/encode/{wanted}.{layer}.{block}.log",
     benchmark:
-        "<run>/benchmarks/encode/{recipe}.{layer}.{block}.tsv"
+        "<run>/benchmarks/encode/{wanted}.{layer}.{block}.tsv"
     conda:
         "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
@@ -33,6 +33,6 @@ rule encode:
         refit=settings["encode"]["refit"],
         down_weighting=settings["encode"]["down_weighting"],
     message:
-        "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"
+        "Encode what {wildcards.wanted} wants of {wildcards.layer}, {wildcards.block}"
     script:
         "../workflow/scripts/encode.py"

@@ -7,12 +7,7 @@ rule splice_shard:
     input:
         plan=rules.freeze_plan.output.plan,
         verified=rules.verify_shard.output.receipt,
-        ledgers=lambda wildcards: expand(
-            rules.encode.output.ledger,
-            recipe=wildcards.recipe,
-            layer=layers_of_shard(wildcards),
-            block=BLOCKS,
-        ),
+        ledgers=lambda wildcards: ledgers_of([wildcards.recipe], layers_of_shard(wildcards)),
     output:
         receipt="<run>/receipts/{recipe}/{shard}.json",
         record="<run>/provenance/splice_shard/{recipe}.{shard}.json",
@@ -63,7 +58,7 @@ rule verify_release:
     input:
         plan=rules.freeze_plan.output.plan,
         report=rules.finish_release.output.receipt,
-        ledgers=rules.freeze_plan.input.ledgers,
+        ledgers=lambda wildcards: ledgers_of([wildcards.recipe]),
     output:
         receipt="<run>/receipts/{recipe}/verify.json",
         record="<run>/provenance/verify_release/{recipe}.json",

@@ -7,12 +7,17 @@ rule report:
         manifest=rules.inspect_source.output.manifest,
         plans=expand(rules.freeze_plan.output.plan, recipe=RECIPES),
         receipts=expand(rules.finish_release.output.receipt, recipe=RECIPES),
-        ledgers=expand(rules.encode.output.ledger, recipe=RECIPES, layer=LAYERS, block=BLOCKS),
+        ledgers=ledgers_of(RECIPES),
         captures=expand(rules.capture.output.stats, split=SPLITS, layer=LAYERS),
         hessians=expand(rules.hessians.output.receipt, layer=LAYERS),
         comparisons=expand(rules.compare.output.comparison, recipe=RECIPES, panel=PANELS),
         scores=expand(rules.score.output.table, recipe=RECIPES, panel=PANELS),
-        records=expand(rules.encode.output.record, recipe=RECIPES, layer=LAYERS, block=BLOCKS),
+        records=expand(
+            rules.encode.output.record,
+            wanted=sorted(set(sum(WANTED.values(), []))),
+            layer=LAYERS,
+            block=BLOCKS,
+        ),
         templates=multiext("report/", "index.html.j2", "style.css", "published.json"),
     output:
         page=report(

@@ -2,6 +2,7 @@
 """The workflow itself, on a cut of the shipped checkpoint: 2 layers x 4 experts, one panel."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -46,11 +47,13 @@ class Clone:
         (folder / "local").symlink_to("profiles/local")
         cut_checkpoint(folder / "source")
         self.rate = 2
+        self.recipes = {}
 
     def snakemake(self, *words: str, code: int = 0) -> str:
         """Run the workflow and return what it printed."""
         config = CONFIG | {"source": "source"}
-        config["recipes"]["main"]["average_rate"] = self.rate
+        config["recipes"] = {"main": {"method": "uniform", "average_rate": self.rate}}
+        config["recipes"] |= self.recipes
         (self.folder / "config.yaml").write_text(yaml.safe_dump(config))
         done = subprocess.run(
             [sys.executable, "-m", "snakemake", "--profile", "local", *words]
@@ -161,6 +164,49 @@ def test_another_rate_encodes_only_that_and_going_back_encodes_nothing(clone):
     again = clone.hashes(*MADE)
     assert {name: again[name] for name in made} == made
     assert stamps(clone.folder / "source") == clone.stamps
+
+
+@pytest.fixture(scope="module")
+def planned(clone):
+    """Plans of a second recipe beside the finished run; its budget falls and rises again."""
+    banks, plans = [set(clone.hashes("bank/**/*"))], []
+    for budget in (2.5, 2.25, 2.5):
+        recipe = {"method": "exact", "average_rate": budget, "rates": [2, 3, 4], "base_rate": 2}
+        clone.recipes = {"second": recipe | {"margin": 1}}
+        clone.snakemake("results/cut/plan/second.json", "--cores", "2")
+        banks.append(set(clone.hashes("bank/**/*")))
+        plans.append((clone.folder / "results/cut/plan/second.json").read_text())
+    yield banks, [json.loads(plan) for plan in plans]
+    clone.recipes = {}
+
+
+def test_a_measured_recipe_encodes_only_what_is_missing(clone, planned):
+    banks, plans = planned
+    assert all(before <= after for before, after in itertools.pairwise(banks))
+    run = clone.folder / "results/cut"
+
+    def wanted(name):
+        lists = (json.loads(path.read_text()) for path in run.glob(f"wanted/{name}/*.json"))
+        return {tuple(entry.values()) for one in lists for entry in one["entries"]}
+
+    # Base: two groups of one expert a layer at two rates more than the first recipe had encoded.
+    base, draft = wanted("base2-234"), wanted("second.draft")
+    assert len(base) == 2 * 4 * 2 + 2 * 2 * 2 and not base & draft
+    assert banks[3] == banks[2]
+    assert len(banks[1] - banks[0]) == 8 + len(draft)
+    assert plans[0] == plans[2]
+    for plan, budget in zip(plans[:2], (2.5, 2.25), strict=True):
+        assert plan["average_rate"] <= budget
+        assert plan["predicted"]["bound"] <= plan["predicted"]["loss"]
+        rates = {(slot["layer"], slot["group"]): slot["rate"] for slot in plan["slots"]}
+        assert len(rates) == 4 and set(rates.values()) <= {2, 3, 4}
+        read = {item["path"].split("/")[0] for item in plan["read"]}
+        assert read == {"encoded", "forward"}
+    # What is left to do is the second release's own: the first is neither spliced nor scored.
+    jobs = clone.jobs()
+    shards = len(list((clone.folder / "source").glob("*.safetensors")))
+    assert (jobs["splice_shard"], jobs["verify_release"], jobs["score"]) == (shards, 1, 1)
+    assert "encode" not in jobs and "capture" not in jobs
 
 
 def test_named_target_release_stops_before_scoring(clone, tmp_path):

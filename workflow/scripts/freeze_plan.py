@@ -14,6 +14,7 @@ def main(job):
         recipe=job.params.recipe,
         manifest_path=job.input.manifest,
         ledgers=job.input.ledgers,
+        statistics=job.input.statistics,
         root=Path(job.output.plan).parents[1],
         plan_path=job.output.plan,
     )

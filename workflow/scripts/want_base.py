@@ -1,15 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter of the rule of this name."""
 
-from trellisbank.plan.recipe import write_wanted
+from trellisbank.plan.recipe import write_base
 from trellisbank.provenance.record import run_job
 
 
 def main(job):
-    """List what a recipe needs in the bank."""
-    write_wanted(
+    """List what must be in the bank before anything is measured."""
+    write_base(
         recipe=job.params.recipe,
         manifest_path=job.input.manifest,
+        statistics=job.input.statistics,
         wanted_paths=job.output.wanted,
     )
 

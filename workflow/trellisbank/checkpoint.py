@@ -8,6 +8,7 @@ their tensors are read, and no code or pickle of it is ever run.
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import read_json
-from trellisbank.formats import fp8_block, mxfp4, trellis
+from trellisbank.formats import bank_plan, fp8_block, mxfp4, trellis
 from trellisbank.safetensors_io import Header, TensorInfo, read_header, read_rows, read_tensor
 
 MODEL_TYPE = "deepseek_v41"
@@ -170,7 +171,7 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
 
     Raises:
         CheckpointError: A file is missing or malformed, the architecture is not one we know, or
-            the index names a file outside the folder.
+            the index names a file outside the folder; a bank-plan release lacks an expert.
     """
     path = Path(path)
     config = read_json(path / "config.json")
@@ -203,4 +204,21 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 found=shard,
                 fix="do not use this checkpoint before you know where it comes from",
             )
-    return Checkpoint(path, config, weight_map)
+    checkpoint = Checkpoint(path, config, weight_map)
+    if (path / bank_plan.PLAN).exists():
+        _add_banks(checkpoint)
+    return checkpoint
+
+
+def _add_banks(checkpoint: Checkpoint) -> None:
+    """Give a bank-plan release the tensors of its banks; the index lists the native shards."""
+    gate = re.compile(r"layers\.(\d+)\.ffn\.gate\.weight")
+    experts = {
+        int(match[1]): checkpoint.info(name).shape[0]
+        for name in checkpoint.names
+        if (match := gate.fullmatch(name))
+    }
+    plan = bank_plan.read_bank_plan(checkpoint.path)
+    found, headers = bank_plan.locate(plan, checkpoint.path, experts, checkpoint.weight_map)
+    checkpoint.weight_map.update(found)
+    checkpoint._headers.update(headers)

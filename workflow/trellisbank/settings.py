@@ -77,12 +77,13 @@ def _config_error(error: ValidationError, file: str) -> ConfigError:
 def _cross_check(settings: dict[str, Any], file: str) -> None:
     names = list(settings["panels"]) + list(settings["recipes"])
     for name in names:
-        if name == "source" or names.count(name) > 1 or name.startswith("split"):
+        taken = name == "source" or name.startswith(("split", "base")) or name.endswith(".draft")
+        if taken or names.count(name) > 1:
             raise ConfigError(
                 "A panel or recipe has a name that is taken.",
                 file=file or None,
                 key=name,
-                expected="names other than `source`, `split...`, each used once",
+                expected="names other than `source`, `split...`, `base...`, `....draft`, used once",
                 fix=f"rename {name!r} in the configuration",
             )
     calibration = settings["calibration"]
@@ -94,4 +95,40 @@ def _cross_check(settings: dict[str, Any], file: str) -> None:
             expected=f"at most {calibration['windows']}",
             found=calibration["splits"],
             fix=f"splits: {calibration['windows']}",
+        )
+    for name, recipe in settings["recipes"].items():
+        _check_recipe(f"recipes.{name}", recipe, file)
+
+
+def _check_recipe(key: str, recipe: dict[str, Any], file: str) -> None:
+    budgets = [kind for kind in ("average_rate", "stored_bits", "bytes") if kind in recipe]
+    method, rates = recipe["method"], recipe["rates"]
+    if len(budgets) != 1 or (method == "uniform" and budgets != ["average_rate"]):
+        raise ConfigError(
+            "A recipe needs one budget.",
+            file=file or None,
+            key=key,
+            expected="average_rate"
+            if method == "uniform"
+            else "one of average_rate, stored_bits, bytes",
+            found=", ".join(budgets) or "none",
+            fix="average_rate: 3.5",
+        )
+    if method in ("gain", "exact") and recipe["base_rate"] not in rates:
+        raise ConfigError(
+            "A recipe's base rate is not among its rates.",
+            file=file or None,
+            key=f"{key}.base_rate",
+            expected=f"one of {rates}",
+            found=recipe["base_rate"],
+            fix=f"rates: {sorted({recipe['base_rate'], *(r for r in rates if r != 'native')})}",
+        )
+    if "native" in rates and recipe["layout"] != "bank-plan":
+        raise ConfigError(
+            "Only a layout with one rate an expert can keep experts in the source's format.",
+            file=file or None,
+            key=f"{key}.rates",
+            expected="layout bank-plan for native",
+            found=f"layout {recipe['layout']}",
+            fix="layout: bank-plan",
         )

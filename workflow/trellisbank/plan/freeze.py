@@ -151,6 +151,15 @@ def plan_slots(plan: Mapping[str, Any]) -> dict[Slot, Rate]:
     }
 
 
+def expert_rates(plan: Mapping[str, Any], experts: int) -> dict[tuple[int, int, str], Rate]:
+    """Return (layer, expert, group) -> rate of a plan of any layout."""
+    return {
+        (slot.layer, expert, group): rate
+        for slot, rate in plan_slots(plan).items()
+        for expert, group in slot.places(experts)
+    }
+
+
 def planned_entries(
     plan: Mapping[str, Any],
     experts: int,

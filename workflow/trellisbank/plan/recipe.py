@@ -38,8 +38,18 @@ BUDGETS = ("average_rate", "stored_bits", "bytes")
 
 def base_name(recipe: Mapping[str, Any]) -> str:
     """Return the name of a measured recipe's base, such as `base3-234`: what it holds."""
-    rates = "".join(str(rate) for rate in sorted(encoded_rates(recipe)))
-    return f"base{recipe['base_rate']}-{rates}"
+    base = base_slice(recipe)
+    return f"base{base['base_rate']}-{''.join(map(str, base['rates']))}"
+
+
+def base_slice(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a measured recipe's base depends on; recipes that agree on it share the base."""
+    return {"base_rate": recipe["base_rate"], "rates": sorted(encoded_rates(recipe))}
+
+
+def needs_statistics(recipe: Mapping[str, Any]) -> bool:
+    """Say whether a method reads the statistics of the captures (gains, routed tokens)."""
+    return recipe["method"] in (*MEASURED, "frequency")
 
 
 def encoded_rates(recipe: Mapping[str, Any]) -> list[int]:
@@ -84,16 +94,16 @@ def unmeasured_rates(
     return solve(recipe["method"], table, budget_of(recipe), recipe["seed"]).rates
 
 
-def base_wanted(recipe: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[int, list[Wanted]]:
-    """Return the base of a measured recipe: every expert at the base rate, one at all rates.
+def base_wanted(base: Mapping[str, Any], manifest: Mapping[str, Any]) -> dict[int, list[Wanted]]:
+    """Return a base (see `base_slice`): every expert at the base rate, one at all rates.
 
     The one expert a layer, from the middle, gives the ratios between rates from which the draft
     estimates what is not measured yet.
     """
     layers, experts, width, inner = _sizes(manifest)
     slots = cuda_exl3_slots(layers, experts, width, inner)
-    wanted = wanted_entries(dict.fromkeys(slots, recipe["base_rate"]), experts)
-    for rate in encoded_rates(recipe):
+    wanted = wanted_entries(dict.fromkeys(slots, base["base_rate"]), experts)
+    for rate in base["rates"]:
         for layer, entries in wanted_entries(dict.fromkeys(slots, rate), experts).items():
             wanted[layer] += [entry for entry in entries if entry.expert == experts // 2]
     return {layer: in_order(entries) for layer, entries in wanted.items()}
@@ -106,17 +116,23 @@ def write_base(
     statistics: Sequence[Pathlike],
     wanted_paths: Sequence[Pathlike],
 ) -> None:
-    """Write what a recipe needs in the bank before anything is measured, one file for each layer.
+    """Write what must be in the bank before anything is measured, one file for each layer.
+
+    Args:
+        recipe: A recipe that needs no errors, or a base (`base_slice`).
+        manifest_path: Of the source.
+        statistics: Of the captures, where the method counts their tokens.
+        wanted_paths: One for each layer, in their order.
 
     Raises:
         PlanError: The budget cannot be met.
     """
     manifest = read_json(manifest_path)
-    if recipe["method"] in MEASURED:
-        wanted = base_wanted(recipe, manifest)
-    else:
+    if "method" in recipe:
         rates = unmeasured_rates(recipe, manifest, statistics)
         wanted = wanted_entries(rates, manifest["routed_experts"])
+    else:
+        wanted = base_wanted(recipe, manifest)
     _write_wanted(wanted, wanted_paths)
 
 

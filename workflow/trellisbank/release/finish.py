@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from trellisbank.bank import GROUPS, PARTS
-from trellisbank.checkpoint import INDEX, Checkpoint
+from trellisbank.checkpoint import INDEX, Checkpoint, expert_stem
 from trellisbank.errors import ReleaseError
 from trellisbank.files import UNFINISHED, atomic_write, sha256_file, write_json
 from trellisbank.formats.trellis import MARKERS
-from trellisbank.plan.freeze import plan_rates
+from trellisbank.plan.freeze import plan_rates, plan_slots
+from trellisbank.plan.layouts import NATIVE
 from trellisbank.release.splice import DROPPED_PATTERN, TENSORS_PER_EXPERT, body_experts
 from trellisbank.safetensors_io import DTYPES, TensorInfo, read_header
 
@@ -89,6 +90,30 @@ def tensor_storage(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any
     return table
 
 
+def split_hint(inner: int, ranks: int) -> list[int]:
+    """Return how many of an expert's inner channels each rank of tensor parallelism takes.
+
+    EXL3 matrices are rotated in blocks of 128 channels, so ranks take whole blocks: 2304 over four
+    is 512, 640, 640, 512 instead of 576 each. What is left over goes to the ranks in the middle.
+
+    Args:
+        inner: Inner channels of an expert, a multiple of 128.
+        ranks: Ranks, at most one a block.
+    """
+    blocks, over = divmod(inner // 128, ranks)
+    first = (ranks - over) // 2
+    return [128 * (blocks + (first <= rank < first + over)) for rank in range(ranks)]
+
+
+def split_hints(inner: int) -> dict[str, list[int]]:
+    """Return the hint for every usual number of ranks whose equal share cuts through a block."""
+    return {
+        str(ranks): split_hint(inner, ranks)
+        for ranks in (2, 4, 8, 16)
+        if inner % (128 * ranks) and ranks <= inner // 128
+    }
+
+
 def quantization_config(
     checkpoint: Checkpoint,
     plan: Mapping[str, Any],
@@ -117,6 +142,10 @@ def quantization_config(
         "codebook": "mul1",
         "expert_bits": expert_bits,
     }
+    layer, experts = min(body_experts(checkpoint.names).items())
+    inner = checkpoint.info(f"{expert_stem(layer, min(experts), 'w1')}.weight").shape[0]
+    if hints := split_hints(inner):
+        config["expert_split"] = hints
     original = checkpoint.config.get("quantization_config")
     if original is not None:
         config["original_quantization_config"] = copy.deepcopy(original)
@@ -155,52 +184,93 @@ def finish_release(
             not belong.
     """
     out = Path(out_dir)
-    receipts = _check_receipts(checkpoint, plan, shard_receipts, out)
+    receipts = check_receipts(checkpoint, plan, shard_receipts, out)
+    tensors, weight_map = read_shards(receipts, out)
+    names = companions(checkpoint)
+    clear(out, {*names, *checkpoint.shards, *OWN})
+    copied = copy_files(checkpoint, names, out)
+    config = quantization_config(checkpoint, plan, calibration=calibration, out_scales=out_scales)
+    total = sum(info.nbytes for info in tensors.values())
+    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
+    write_json(out / "config.json", {**checkpoint.config, "quantization_config": config})
+    write_json(out / STORAGE, {**config, "tensor_storage": tensor_storage(tensors)})
+    report = repack_report(plan, receipts, tensors, copied)
+    write_json(out / REPORT, report)
+    return report
+
+
+def read_shards(
+    receipts: Mapping[str, Mapping[str, Any]], out: Path
+) -> tuple[dict[str, TensorInfo], dict[str, str]]:
+    """Return tensors and weight map of the shards that were written, from their headers.
+
+    Raises:
+        ReleaseError: A shard has another size than its receipt.
+    """
     tensors: dict[str, TensorInfo] = {}
     weight_map: dict[str, str] = {}
-    for shard in checkpoint.shards:
+    for shard, receipt in receipts.items():
+        if not receipt["tensors"]:
+            continue
         header = read_header(out / shard)
-        if header.size != receipts[shard]["bytes"]:
+        if header.size != receipt["bytes"]:
             raise ReleaseError(
                 "A shard of the release is not the one of its receipt.",
                 file=header.path,
-                expected=f"{receipts[shard]['bytes']} bytes",
+                expected=f"{receipt['bytes']} bytes",
                 found=f"{header.size} bytes",
                 fix="remove the shard's receipt and run again",
             )
         tensors.update(header.tensors)
         weight_map.update(dict.fromkeys(header.tensors, shard))
-    names = companions(checkpoint)
-    _clear(out, {*names, *checkpoint.shards, *OWN})
+    return tensors, weight_map
+
+
+def copy_files(checkpoint: Checkpoint, names: Sequence[str], out: Path) -> list[dict[str, Any]]:
+    """Copy files of the source; return name, bytes and sha256 of each."""
     copied = []
     for name in names:
         with open(checkpoint.path / name, "rb") as reader, atomic_write(out / name) as writer:
             shutil.copyfileobj(reader, writer)
         size = (out / name).stat().st_size
         copied.append({"file": name, "bytes": size, "sha256": sha256_file(out / name)})
-    config = quantization_config(checkpoint, plan, calibration=calibration, out_scales=out_scales)
-    total = sum(info.nbytes for info in tensors.values())
-    write_json(out / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-    write_json(out / "config.json", {**checkpoint.config, "quantization_config": config})
-    write_json(out / STORAGE, {**config, "tensor_storage": tensor_storage(tensors)})
+    return copied
+
+
+def repack_report(
+    plan: Mapping[str, Any],
+    receipts: Mapping[str, Mapping[str, Any]],
+    tensors: Mapping[str, TensorInfo],
+    copied: Sequence[Mapping[str, Any]],
+    banks: Sequence[Mapping[str, Any]] = (),
+) -> dict[str, Any]:
+    """Return the report of a release: what was dropped, added, kept and copied.
+
+    Args:
+        plan: Frozen plan.
+        receipts: Of every shard of the source.
+        tensors: All tensors of the release.
+        copied: See `copy_files`.
+        banks: Matrix groups that stand in banks instead of shards.
+    """
     changed = [receipt for receipt in receipts.values() if receipt["changed"]]
-    report = {
+    added = [*banks, *(item for receipt in changed for item in receipt["added"])]
+    return {
         "schema": SCHEMA,
         "plan": plan["hash"],
         "layout": plan["layout"],
         "average_rate": plan["average_rate"],
         "stored_bits_per_weight": plan["stored_bits_per_weight"],
         "tensors": len(tensors),
-        "tensor_bytes": total,
+        "tensor_bytes": sum(info.nbytes for info in tensors.values()),
         "dropped": {
             "pattern": DROPPED_PATTERN,
             "tensors": sum(receipt["dropped"]["tensors"] for receipt in changed),
             "bytes": sum(receipt["dropped"]["bytes"] for receipt in changed),
         },
         "added": {
-            "groups": sum(len(receipt["added"]) for receipt in changed),
-            "tensors": len(PARTS)
-            * sum(len(GROUPS[item["group"]]) for receipt in changed for item in receipt["added"]),
+            "groups": len(added),
+            "tensors": len(PARTS) * sum(len(GROUPS[item["group"]]) for item in added),
         },
         "kept": {
             "tensors": sum(
@@ -218,11 +288,9 @@ def finish_release(
         ],
         "copied": copied,
     }
-    write_json(out / REPORT, report)
-    return report
 
 
-def _check_receipts(
+def check_receipts(
     checkpoint: Checkpoint,
     plan: Mapping[str, Any],
     shard_receipts: Sequence[Mapping[str, Any]],
@@ -248,7 +316,8 @@ def _check_receipts(
                 fix="splice the shard again",
             )
     census = body_experts(checkpoint.names)
-    planned = {layer for layer, _ in plan_rates(plan)}
+    slots = plan_slots(plan)
+    planned = {slot.layer for slot in slots}
     if planned != set(census):
         raise ReleaseError(
             "The plan speaks of other layers than the source has.",
@@ -257,7 +326,8 @@ def _check_receipts(
             found=f"layers {sorted(planned)}",
             fix="freeze the recipe again for this checkpoint",
         )
-    expected = TENSORS_PER_EXPERT * sum(len(layer) for layer in census.values())
+    native = sum(rate == NATIVE for rate in slots.values())
+    expected = TENSORS_PER_EXPERT * (sum(len(layer) for layer in census.values()) - native)
     dropped = sum(
         receipt["dropped"]["tensors"] for receipt in receipts.values() if receipt["changed"]
     )
@@ -265,14 +335,14 @@ def _check_receipts(
         raise ReleaseError(
             "The shards did not drop the native experts exactly.",
             file=out,
-            expected=f"{expected} tensors: layers x experts x {TENSORS_PER_EXPERT}",
+            expected=f"{expected} tensors: encoded experts x {TENSORS_PER_EXPERT}",
             found=f"{dropped} tensors",
             fix="check that the source's index lists every tensor of its shards",
         )
     return dict(sorted(receipts.items()))
 
 
-def _clear(out: Path, expected: set[str]) -> None:
+def clear(out: Path, expected: set[str]) -> None:
     """Remove what killed writers left; refuse other files that are not part of the release."""
     foreign = []
     for path in sorted(out.rglob("*")):

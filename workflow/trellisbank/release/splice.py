@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +88,12 @@ def splice_shard(
     target = Path(out_dir) / shard
     experts = body_experts(header.tensors)
     if not experts:
-        return _link_shard(header, shard, plan, target, source_sha256)
-    read: dict[str, str] = {}
-    dropped = [name for name in header.tensors if BODY_EXPERT.fullmatch(name)]
+        return link_shard(header, shard, plan, target, source_sha256)
     kept = [name for name in header.tensors if not BODY_EXPERT.fullmatch(name)]
-    parts = [_kept_part(header, name, read) for name in kept]
+    parts: list[Part] = []
     added = []
     for layer, counts in sorted(experts.items()):
-        _refuse_partial(header.path, layer, counts)
+        refuse_partial(header.path, layer, counts)
         rates = {group: rate for (at, group), rate in plan_rates(plan).items() if at == layer}
         if set(rates) != set(GROUPS):
             raise ReleaseError(
@@ -119,13 +117,48 @@ def splice_shard(
                         fix="hand over the ledgers of all layers in the shard",
                     )
                 place = {"layer": layer, "expert": expert, "group": group, "rate": rates[group]}
-                parts += _expert_parts(header, bank, key, place)
+                parts += expert_parts(checkpoint, bank, key, place)
                 added.append({**place, "key": key})
+    return rewrite_shard(header, shard, plan, kept, parts, added, target, source_sha256)
+
+
+def rewrite_shard(
+    header: Header,
+    shard: str,
+    plan: Mapping[str, Any],
+    kept: Sequence[str],
+    parts: Sequence[Part],
+    added: Sequence[Mapping[str, Any]],
+    target: Path,
+    source_sha256: str,
+) -> dict[str, Any]:
+    """Write a shard: some of the source's tensors byte for byte, and new ones.
+
+    Args:
+        header: Of the source's shard.
+        shard: Its name.
+        plan: Frozen plan.
+        kept: Tensors that are copied; the others are dropped.
+        parts: New tensors.
+        added: What the receipt says of the new tensors.
+        target: Where the shard goes.
+        source_sha256: SHA-256 of the source's shard.
+
+    Returns:
+        The shard's receipt.
+
+    Raises:
+        ReleaseError: The written bytes are not those that were read.
+    """
+    read: dict[str, str] = {}
+    copied = frozenset(kept)
+    dropped = [name for name in header.tensors if name not in copied]
+    everything = [_kept_part(header, name, read) for name in kept] + list(parts)
     # Larger elements first, as the safetensors library orders them: every tensor then starts at a
     # multiple of its element size, which readers that map the file need. Otherwise the order of
     # the source, then layer, expert, matrix.
-    parts.sort(key=lambda part: -DTYPES[part.dtype].itemsize)
-    write_parts(target, parts, header.metadata)
+    everything.sort(key=lambda part: -DTYPES[part.dtype].itemsize)
+    write_parts(target, everything, header.metadata)
     written = read_header(target)
     hashes = {name: tensor_hash(written, name) for name in kept}
     for name in kept:
@@ -147,7 +180,7 @@ def splice_shard(
             "pattern": DROPPED_PATTERN,
             "tensors": len(dropped),
             "bytes": sum(header.tensors[name].nbytes for name in dropped),
-            "experts": {str(layer): len(counts) for layer, counts in experts.items()},
+            "experts": {str(layer): len(counts) for layer, counts in body_experts(dropped).items()},
         },
         "kept": [
             {
@@ -158,7 +191,7 @@ def splice_shard(
             }
             for name in kept
         ],
-        "added": added,
+        "added": list(added),
     }
 
 
@@ -175,7 +208,7 @@ def _receipt(
     }
 
 
-def _link_shard(
+def link_shard(
     header: Header, shard: str, plan: Mapping[str, Any], target: Path, source_sha256: str
 ) -> dict[str, Any]:
     """Give the release a shard that it shares with the source; a copy is hashed."""
@@ -194,7 +227,8 @@ def _link_shard(
     return {**receipt, "changed": False, "sha256": source_sha256}
 
 
-def _refuse_partial(path: Path, layer: int, counts: Mapping[int, int]) -> None:
+def refuse_partial(path: Path, layer: int, counts: Mapping[int, int]) -> None:
+    """Raise CheckpointError for an expert of which the shard holds only a part."""
     for expert, count in counts.items():
         if count != TENSORS_PER_EXPERT:
             raise CheckpointError(
@@ -204,7 +238,7 @@ def _refuse_partial(path: Path, layer: int, counts: Mapping[int, int]) -> None:
                 expert=expert,
                 expected=f"{TENSORS_PER_EXPERT} tensors: {DROPPED_PATTERN}",
                 found=f"{count} tensors",
-                fix="the cuda-exl3 layout needs each expert in one shard; repack the source",
+                fix="a release needs each expert in one shard; repack the source",
             )
 
 
@@ -222,8 +256,21 @@ def _kept_part(header: Header, name: str, hashes: dict[str, str]) -> Part:
     return Part(name, info.dtype, info.shape, blocks)
 
 
-def _expert_parts(source: Header, bank: Bank, key: str, place: Mapping[str, Any]) -> Iterator[Part]:
-    """Yield the parts of one encoded matrix group, read from the bank when they are written."""
+def expert_parts(
+    source: Checkpoint, bank: Bank, key: str, place: Mapping[str, Any]
+) -> Iterator[Part]:
+    """Yield the parts of one encoded matrix group, read from the bank when they are written.
+
+    Args:
+        source: Whose native matrices they stand for.
+        bank: Where they are.
+        key: Their key.
+        place: `layer`, `expert`, `group` and `rate` that the plan takes.
+
+    Raises:
+        ReleaseError: The bank's file is of another place, rate or shape.
+        FormatError: It is missing or damaged.
+    """
     header = bank.header(key)
     entry = bank.entry(header)
     if any(entry.get(name) != value for name, value in place.items()):
@@ -238,7 +285,7 @@ def _expert_parts(source: Header, bank: Bank, key: str, place: Mapping[str, Any]
         )
     for matrix in GROUPS[place["group"]]:
         stem = expert_stem(place["layer"], place["expert"], matrix)
-        out_features, packed = source.tensors[f"{stem}.weight"].shape
+        out_features, packed = source.info(f"{stem}.weight").shape
         stored = (header.tensors[f"{matrix}.suh"].shape, header.tensors[f"{matrix}.svh"].shape)
         if stored != ((2 * packed,), (out_features,)):
             raise ReleaseError(

@@ -14,9 +14,12 @@ from blake3 import blake3
 from trellisbank.bank import GROUPS, PARTS
 from trellisbank.checkpoint import INDEX, Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import FormatError, ReleaseError, TrellisbankError
-from trellisbank.files import read_json
+from trellisbank.files import read_json, sha256_file
 from trellisbank.formats import trellis
-from trellisbank.plan.freeze import Entries, plan_rates
+from trellisbank.formats.bank_plan import PLAN, read_bank_plan
+from trellisbank.plan.freeze import Entries, expert_rates, plan_rates
+from trellisbank.plan.layouts import BANK_PLAN, NATIVE, Rate
+from trellisbank.release.bank_plan import MANIFEST
 from trellisbank.release.finish import STORAGE, tensor_storage
 from trellisbank.release.splice import BODY_EXPERT, body_experts, tensor_hash
 
@@ -54,13 +57,26 @@ def verify_release(
     """
     findings: Findings = {}
     receipt: dict[str, Any] = {"schema": SCHEMA, "plan": plan["hash"]}
+    census = body_experts(source.names)
+    rates = {
+        place: rate
+        for place, rate in expert_rates(plan, max(map(len, census.values()))).items()
+        if rate != NATIVE
+    }
     try:
         release = open_checkpoint(release_dir)
-        _check_index(source, release, findings)
+        for layer in sorted(set(census) ^ {place[0] for place in expert_rates(plan, 1)}):
+            _add(findings, "a layer in the plan or the source only", str(layer))
+        _check_index(source, release, rates, plan["layout"], findings)
         receipt["kept"] = _check_kept(source, release, findings)
-        receipt["encoded"] = _check_encoded(source, release, plan, findings)
-        _check_storage(release, findings)
-        receipt["samples"] = _check_samples(source, release, plan, entries, findings)
+        receipt["encoded"] = _check_encoded(source, release, rates, findings)
+        if plan["layout"] == BANK_PLAN:
+            _check_states(release, plan, findings)
+            _check_manifest(release, findings)
+        else:
+            _check_config(release, plan, findings)
+            _check_storage(release, findings)
+        receipt["samples"] = _check_samples(source, release, plan["hash"], rates, entries, findings)
     except TrellisbankError as trouble:
         # The checks end at what cannot be read; what was found until then stands.
         _add(findings, "something cannot be read", str(trouble))
@@ -90,10 +106,20 @@ def _add(findings: Findings, what: str, where: str) -> None:
     findings.setdefault(what, []).append(where)
 
 
-def _check_index(source: Checkpoint, release: Checkpoint, findings: Findings) -> None:
-    """Shards as in the source; exactly the tensors that belong; index equal to the headers."""
-    for shard in sorted(set(source.shards) ^ set(release.shards)):
-        _add(findings, "a shard in the source or the release only", shard)
+Rates = Mapping[tuple[int, int, str], Rate]
+"""(layer, expert, group) -> rate of what the plan encodes."""
+
+
+def _check_index(
+    source: Checkpoint, release: Checkpoint, rates: Rates, layout: str, findings: Findings
+) -> None:
+    """Shards as in the source; exactly the tensors that belong; index equal to the headers.
+
+    With banks, shards of encoded experts alone are gone, and the index lists the others alone.
+    """
+    if layout != BANK_PLAN:
+        for shard in sorted(set(source.shards) ^ set(release.shards)):
+            _add(findings, "a shard in the source or the release only", shard)
     stored: dict[str, str] = {}
     total = 0
     for shard in release.shards:
@@ -101,11 +127,18 @@ def _check_index(source: Checkpoint, release: Checkpoint, findings: Findings) ->
         for name in tensors.keys() & stored.keys():
             _add(findings, "a tensor in two shards", name)
         stored.update(dict.fromkeys(tensors, shard))
-        total += sum(info.nbytes for info in tensors.values())
+        if "/" not in shard:
+            total += sum(info.nbytes for info in tensors.values())
     for name, _ in sorted(stored.items() ^ release.weight_map.items()):
         _add(findings, "index and headers differ", name)
-    expected = {name for name in source.names if not BODY_EXPERT.fullmatch(name)}
-    expected |= {f"{stem}.{part}" for stem in _encoded_stems(source) for part in PARTS}
+    encoded = {(layer, expert) for layer, expert, _ in rates}
+    expected = {
+        name
+        for name in source.names
+        if not (match := BODY_EXPERT.fullmatch(name))
+        or (int(match[1]), int(match[2])) not in encoded
+    }
+    expected |= {f"{stem}.{part}" for stem in _encoded_stems(rates) for part in PARTS}
     for name in sorted(expected - stored.keys()):
         _add(findings, "a tensor is missing", name)
     for name in sorted(stored.keys() - expected):
@@ -115,24 +148,23 @@ def _check_index(source: Checkpoint, release: Checkpoint, findings: Findings) ->
         _add(findings, "the index's metadata is wrong", f"{stated}, {total} bytes in the headers")
 
 
-def _encoded_stems(source: Checkpoint) -> list[str]:
-    return [
-        expert_stem(layer, expert, matrix)
-        for layer, experts in body_experts(source.names).items()
-        for expert in experts
-        for matrices in GROUPS.values()
-        for matrix in matrices
-    ]
+def _encoded_stems(rates: Rates) -> dict[str, int]:
+    """Return matrix -> rate."""
+    return {
+        expert_stem(layer, expert, matrix): int(rate)
+        for (layer, expert, group), rate in sorted(rates.items())
+        for matrix in GROUPS[group]
+    }
 
 
 def _check_kept(source: Checkpoint, release: Checkpoint, findings: Findings) -> dict[str, int]:
-    """Every tensor but body routed experts has the bytes of the source, in the same shard."""
+    """Every tensor that was not encoded has the bytes of the source, in the same shard."""
     compared = {"inode": 0, "bytes": 0}
     for shard in sorted(set(source.shards) & set(release.shards)):
         theirs, ours = source.header(shard), release.header(shard)
         same_file = os.path.samefile(theirs.path, ours.path)
         for name, info in theirs.tensors.items():
-            if BODY_EXPERT.fullmatch(name) or name not in ours.tensors:
+            if name not in ours.tensors:
                 continue
             if same_file:
                 compared["inode"] += 1
@@ -147,28 +179,56 @@ def _check_kept(source: Checkpoint, release: Checkpoint, findings: Findings) -> 
 
 
 def _check_encoded(
-    source: Checkpoint, release: Checkpoint, plan: Mapping[str, Any], findings: Findings
+    source: Checkpoint, release: Checkpoint, rates: Rates, findings: Findings
 ) -> dict[str, int]:
-    """Shapes give the plan's rate, the configuration states it, markers and scales are sound."""
-    rates = plan_rates(plan)
+    """Shapes give the plan's rate; markers and scales are sound."""
+    stems = _encoded_stems(rates)
+    for stem, rate in stems.items():
+        if not source.has(f"{stem}.weight"):
+            _add(findings, "the plan names a matrix that the source does not have", stem)
+            continue
+        out_features, packed = source.info(f"{stem}.weight").shape
+        _check_matrix(release, stem, (2 * packed, out_features), rate, findings)
+    return {"matrices": len(stems)}
+
+
+def _check_config(release: Checkpoint, plan: Mapping[str, Any], findings: Findings) -> None:
+    """config.json states the rates of the plan."""
     stated: dict[str, dict[str, int]] = {}
-    for (layer, group), rate in rates.items():
+    for (layer, group), rate in plan_rates(plan).items():
         stated.setdefault(str(layer), {})[group] = rate
     config = release.config.get("quantization_config", {})
     if config.get("expert_bits") != stated or config.get("bits") != plan["average_rate"]:
         _add(findings, "config.json states other rates than the plan", "quantization_config")
-    census = body_experts(source.names)
-    for layer in sorted(set(census) ^ {layer for layer, _ in rates}):
-        _add(findings, "a layer in the plan or the source only", str(layer))
-    checked = {"matrices": 0}
-    for layer, experts in sorted(census.items()):
-        for group, matrices in GROUPS.items():
-            rate = rates.get((layer, group), 0)
-            for stem in (expert_stem(layer, e, m) for e in experts for m in matrices):
-                out_features, packed = source.info(f"{stem}.weight").shape
-                _check_matrix(release, stem, (2 * packed, out_features), rate, findings)
-                checked["matrices"] += 1
-    return checked
+
+
+def _check_states(release: Checkpoint, plan: Mapping[str, Any], findings: Findings) -> None:
+    """The release's own plan gives every expert the rate of the frozen one."""
+    stated = read_bank_plan(release.path)
+    for slot in plan["slots"]:
+        rate = slot["rate"]
+        state = stated.state(slot["layer"], slot["expert"])
+        if state != (rate if rate == NATIVE else f"K{rate}"):
+            place = f"layer {slot['layer']} expert {slot['expert']}"
+            _add(findings, f"{PLAN} states another rate than the plan", place)
+
+
+def _check_manifest(release: Checkpoint, findings: Findings) -> None:
+    """The manifest lists every file of the release, each with its hash."""
+    stated = {}
+    for line in (release.path / MANIFEST).read_text(encoding="utf-8").splitlines():
+        digest, _, name = line.partition("  ")
+        stated[name] = digest
+    found = {
+        path.relative_to(release.path).as_posix(): path
+        for path in release.path.rglob("*")
+        if path.is_file()
+    }
+    for name in sorted(stated.keys() ^ (found.keys() - {MANIFEST})):
+        _add(findings, f"a file in {MANIFEST} or the release only", name)
+    for name in sorted(stated.keys() & found.keys()):
+        if sha256_file(found[name]) != stated[name]:
+            _add(findings, f"a file has another hash than in {MANIFEST}", name)
 
 
 def _check_matrix(
@@ -224,18 +284,20 @@ def _check_storage(release: Checkpoint, findings: Findings) -> None:
 def _check_samples(
     source: Checkpoint,
     release: Checkpoint,
-    plan: Mapping[str, Any],
+    plan_hash: str,
+    rates: Rates,
     entries: Entries,
     findings: Findings,
 ) -> list[dict[str, Any]]:
     """Decode one expert a layer, chosen by the plan's hash; its error must be the ledger's."""
     samples = []
-    planned = {layer for layer, _ in plan_rates(plan)}
-    for layer, experts in sorted(body_experts(source.names).items()):
-        if layer not in planned:
-            continue
-        draw = int.from_bytes(blake3(f"{plan['hash']}/{layer}".encode()).digest()[:8])
-        expert = sorted(experts)[draw % len(experts)]
+    encoded: dict[int, list[int]] = {}
+    for layer, expert, group in sorted(rates):
+        if group == next(iter(GROUPS)) and source.has(f"{expert_stem(layer, expert, 'w1')}.weight"):
+            encoded.setdefault(layer, []).append(expert)
+    for layer, experts in encoded.items():
+        draw = int.from_bytes(blake3(f"{plan_hash}/{layer}".encode()).digest()[:8])
+        expert = experts[draw % len(experts)]
         for group, matrices in GROUPS.items():
             for matrix in matrices:
                 stem = expert_stem(layer, expert, matrix)
