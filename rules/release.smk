@@ -33,6 +33,7 @@ rule finish_release:
     input:
         plan=rules.freeze_plan.output.plan,
         receipts=expand("<run>/receipts/{{recipe}}/{shard}.json", shard=SHARDS),
+        ledgers=lambda wildcards: ledgers_of([wildcards.recipe]),
     output:
         receipt="<run>/receipts/{recipe}/repack-report.json",
         record="<run>/provenance/finish_release/{recipe}.json",
@@ -45,6 +46,7 @@ rule finish_release:
     params:
         code=code("finish_release"),
         source=settings["source"],
+        bank=settings["bank_store"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
         calibration={"rows": CALIBRATION["windows"], "cols": CALIBRATION["window"]},
         out_scales=settings["encode"]["out_scales"],

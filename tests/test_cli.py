@@ -37,7 +37,8 @@ def test_help_of_every_command():
         [sys.executable, "-m", "trellisbank.cli", "--help"], capture_output=True, text=True
     )
     assert listing.returncode == 0
-    for command in ("inspect", "forward", "encode", "decode", "score", "plan"):
+    releases = ("release-diff", "release-patch", "release-pack")
+    for command in ("inspect", "forward", "encode", "decode", "score", "plan", *releases):
         assert command in listing.stdout
         with pytest.raises(SystemExit) as stopped:
             main([command, "--help"])

@@ -171,8 +171,9 @@ def planned(clone):
     """Plans of a second recipe beside the finished run; its budget falls and rises again."""
     banks, plans = [set(clone.hashes("bank/**/*"))], []
     for budget in (2.5, 2.25, 2.5):
-        recipe = {"method": "exact", "average_rate": budget, "rates": [2, 3, 4], "base_rate": 2}
-        clone.recipes = {"second": recipe | {"margin": 1}}
+        recipe = {"method": "exact", "average_rate": budget, "rates": [2, 3, 4, "native"]}
+        recipe |= {"layout": "bank-plan", "base_rate": 2, "margin": 1}
+        clone.recipes = {"second": recipe}
         clone.snakemake("results/cut/plan/second.json", "--cores", "2")
         banks.append(set(clone.hashes("bank/**/*")))
         plans.append((clone.folder / "results/cut/plan/second.json").read_text())
@@ -198,15 +199,19 @@ def test_a_measured_recipe_encodes_only_what_is_missing(clone, planned):
     for plan, budget in zip(plans[:2], (2.5, 2.25), strict=True):
         assert plan["average_rate"] <= budget
         assert plan["predicted"]["bound"] <= plan["predicted"]["loss"]
-        rates = {(slot["layer"], slot["group"]): slot["rate"] for slot in plan["slots"]}
-        assert len(rates) == 4 and set(rates.values()) <= {2, 3, 4}
+        rates = {(slot["layer"], slot["expert"]): slot["rate"] for slot in plan["slots"]}
+        assert len(rates) == 8 and set(rates.values()) <= {2, 3, 4, "native"}
         read = {item["path"].split("/")[0] for item in plan["read"]}
         assert read == {"encoded", "forward"}
+    # Single experts: the draft names some of a layer, with both their groups.
+    assert len(draft) % 2 == 0 and 0 < len(draft) < 2 * 2 * 4 * 2
     # What is left to do is the second release's own: the first is neither spliced nor scored.
     jobs = clone.jobs()
     shards = len(list((clone.folder / "source").glob("*.safetensors")))
     assert (jobs["splice_shard"], jobs["verify_release"], jobs["score"]) == (shards, 1, 1)
     assert "encode" not in jobs and "capture" not in jobs
+    clone.snakemake("release", "--cores", "2")
+    assert json.loads((run / "receipts/second/verify.json").read_text())["findings"] == []
 
 
 def test_named_target_release_stops_before_scoring(clone, tmp_path):

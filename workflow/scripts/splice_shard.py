@@ -8,7 +8,9 @@ from trellisbank.checkpoint import open_checkpoint
 from trellisbank.files import read_json, write_json
 from trellisbank.model.config import model_config
 from trellisbank.plan.freeze import load_plan, planned_entries
+from trellisbank.plan.layouts import BANK_PLAN
 from trellisbank.provenance.record import run_job
+from trellisbank.release.bank_plan import native_shard
 from trellisbank.release.splice import splice_shard
 
 
@@ -16,6 +18,11 @@ def main(job):
     """Write one shard of a release, or link it where nothing changed."""
     source = open_checkpoint(job.params.source)
     plan = load_plan(job.input.plan)
+    shard, sha256 = f"{job.wildcards.shard}.safetensors", read_json(job.input.verified)["sha256"]
+    if plan["layout"] == BANK_PLAN:
+        receipt = native_shard(source, shard, plan, job.params.release, sha256)
+        write_json(job.output.receipt, receipt)
+        return
     entries = planned_entries(
         plan,
         model_config(source.config).n_routed_experts,
@@ -25,12 +32,12 @@ def main(job):
     )
     receipt = splice_shard(
         source,
-        f"{job.wildcards.shard}.safetensors",
+        shard,
         plan,
         Bank(job.params.bank),
         {place: entry["key"] for place, entry in entries.items()},
         job.params.release,
-        read_json(job.input.verified)["sha256"],
+        sha256,
     )
     write_json(job.output.receipt, receipt)
 

@@ -118,7 +118,59 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("--seed", type=int, default=0, help="order of the random method")
     added.add_argument("--margin", type=int, default=0, help="next-best steps listed each way")
     added.add_argument("--json", action="store_true", help="print everything as JSON")
+
+    added = command("release-diff", _release_diff, "Say what B has that A has not.")
+    added.add_argument("a", type=Path, help="folder of a release")
+    added.add_argument("b", type=Path, help="folder of another release of the same source")
+    added.add_argument("--patch", type=Path, help="new folder for what makes B of A")
+    added.add_argument("--json", action="store_true", help="print everything as JSON")
+
+    added = command("release-patch", _release_patch, "Make B from A and a patch, checked.")
+    added.add_argument("a", type=Path, help="folder of the release that the patch was made for")
+    added.add_argument("patch", type=Path, help="folder that release-diff wrote")
+    added.add_argument("out", type=Path, help="new folder for B")
+
+    added = command("release-pack", _release_pack, "Split the large files of a release.")
+    added.add_argument("release", type=Path, help="folder of a release; only read")
+    added.add_argument("out", type=Path, help="new folder, with reassemble.sh")
+    added.add_argument("--part-bytes", type=int, default=40 * 10**9, help="default: %(default)s")
     return parser
+
+
+def _release_diff(options: argparse.Namespace) -> None:
+    from trellisbank.release.diff import diff_releases, write_patch
+
+    if options.patch:
+        diff = write_patch(options.a, options.b, options.patch)
+    else:
+        diff = diff_releases(options.a, options.b)
+    if options.json:
+        print(json.dumps(diff, indent=1, sort_keys=True))
+        return
+    for item in diff["experts"]:
+        before, after = (
+            " ".join(f"{group} {rate}" for group, rate in (item[side] or {}).items()) or "absent"
+            for side in ("before", "after")
+        )
+        print(f"L{item['layer']:02d} E{item['expert']:03d}: {before} -> {after}")
+    print(
+        f"{len(diff['experts'])} experts changed; {diff['bytes_to_ship']:,} of {diff['bytes']:,} "
+        f"bytes to ship; {len(diff['removed'])} files gone"
+    )
+
+
+def _release_patch(options: argparse.Namespace) -> None:
+    from trellisbank.release.diff import apply_patch
+
+    diff = apply_patch(options.a, options.patch, options.out)
+    print(f"{options.out}: {len(diff['files'])} files, each with the hash of the patch")
+
+
+def _release_pack(options: argparse.Namespace) -> None:
+    from trellisbank.release.pack import pack_release
+
+    split = pack_release(options.release, options.out, options.part_bytes)
+    print(f"{options.out}: {len(split)} files in parts; join them with reassemble.sh")
 
 
 def _rate(text: str) -> int | str:

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from trellisbank.bank import GROUPS
 from trellisbank.errors import ReportError
 from trellisbank.evaluate.scores import read_table
 from trellisbank.files import blake3_file, read_json
+from trellisbank.plan.layouts import NATIVE, NATIVE_QUARTERS
 
 Paths = Sequence[str | os.PathLike[str]]
 
@@ -56,8 +58,8 @@ def gather(
     Args:
         manifest: `source/manifest.json`: `architecture`, `layers` (a list with one kind a layer),
             `routed_experts`, `experts_per_token`, `tensor_count`, `tensor_bytes`.
-        plans: `plan/{recipe}.json`: `recipe`, `method`, `layout`, `slots` (`layer`, `group`,
-            `rate`), `average_rate`, `stored_bits_per_weight`, `stored_bytes`, `hash`.
+        plans: `plan/{recipe}.json`: `recipe`, `method`, `layout`, `slots` (`layer`, `group`
+            or `expert`, `rate`), `average_rate`, `stored_bits_per_weight`, `stored_bytes`, `hash`.
         receipts: `repack-report.json` of each release: `plan` (hash), `tensors`, `tensor_bytes`,
             `dropped.tensors`, `dropped.bytes`, `kept.tensors`, `added.tensors`.
         ledgers: `encoded/{wanted}/L??.B??.json`: `entries` with `layer`, `expert`, `group`, `rate`,
@@ -137,7 +139,7 @@ def _releases(plans: Paths, receipts: Paths) -> list[dict[str, Any]]:
                 found=f"{len(by_plan)} receipts of other plans",
                 fix="make the release of this recipe first",
             )
-        rates = {(slot["layer"], slot["group"]): slot["rate"] for slot in plan["slots"]}
+        rates = _layer_rates(plan)
         releases.append(
             {
                 "name": plan["recipe"],
@@ -148,6 +150,19 @@ def _releases(plans: Paths, receipts: Paths) -> list[dict[str, Any]]:
             }
         )
     return releases
+
+
+def _layer_rates(plan: dict[str, Any]) -> dict[tuple[int, str], float]:
+    """Return (layer, group) -> rate; where experts have rates of their own, their mean."""
+    rates: dict[tuple[int, str], list[float]] = {}
+    for slot in plan["slots"]:
+        bits = NATIVE_QUARTERS / 4 if slot["rate"] == NATIVE else slot["rate"]
+        for group in [slot["group"]] if "group" in slot else GROUPS:
+            rates.setdefault((slot["layer"], group), []).append(bits)
+    return {
+        place: bits[0] if len(bits) == 1 else round(sum(bits) / len(bits), 2)
+        for place, bits in rates.items()
+    }
 
 
 def _matrices(ledgers: Paths) -> pd.DataFrame:
