@@ -13,7 +13,7 @@ import pytest
 from trellisbank.errors import ReportError
 from trellisbank.evaluate.bootstrap import compare_files
 from trellisbank.evaluate.scores import write_table
-from trellisbank.report.gather import error_by_layer, gather
+from trellisbank.report.gather import error_by_layer, gather, layer_rates
 from trellisbank.report.page import format_bytes, format_number, worries, write_report
 
 TEMPLATES = Path(__file__).parents[1] / "report"
@@ -370,3 +370,11 @@ def test_bytes(value, text):
 )
 def test_numbers(value, text):
     assert format_number(value) == text
+
+
+def test_rates_of_single_experts_are_shown_as_the_mean_of_their_layer():
+    slots = [{"layer": 0, "expert": expert, "rate": rate} for expert, rate in enumerate([2, 3, 3])]
+    slots += [{"layer": 1, "expert": 0, "rate": "native"}, {"layer": 1, "expert": 1, "rate": 5}]
+    rates = layer_rates({"slots": slots})
+    assert rates[0, "gate_up"] == rates[0, "down"] == 2.67
+    assert rates[1, "down"] == 4.62

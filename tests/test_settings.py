@@ -77,6 +77,18 @@ def changed(path, value):
         (["calibration", "splits"], 65, "calibration.splits"),
         (["run"], "a/b", "run"),
         (["evaluate"], {"confidence": 1.0}, "evaluate.confidence"),
+        (["recipes", "K3"], {"method": "exact"}, "recipes.K3"),
+        (["recipes", "K3"], {"method": "gain", "average_rate": 3, "bytes": 9}, "recipes.K3"),
+        (["recipes", "K3"], {"method": "uniform", "bytes": 9}, "recipes.K3"),
+        (["recipes", "K3", "base_rate"], 9, "recipes.K3.base_rate"),
+        (
+            ["recipes", "K3"],
+            {"method": "exact", "average_rate": 3, "rates": [2, 4]},
+            "recipes.K3.base_rate",
+        ),
+        (["recipes", "K3", "rates"], [2, 3, "native"], "recipes.K3.rates"),
+        (["recipes", "base3"], GOOD["recipes"]["K3"], "base3"),
+        (["recipes", "K3.draft"], GOOD["recipes"]["K3"], "K3.draft"),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(path, value, key):

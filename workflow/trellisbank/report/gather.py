@@ -139,7 +139,7 @@ def _releases(plans: Paths, receipts: Paths) -> list[dict[str, Any]]:
                 found=f"{len(by_plan)} receipts of other plans",
                 fix="make the release of this recipe first",
             )
-        rates = _layer_rates(plan)
+        rates = layer_rates(plan)
         releases.append(
             {
                 "name": plan["recipe"],
@@ -152,7 +152,7 @@ def _releases(plans: Paths, receipts: Paths) -> list[dict[str, Any]]:
     return releases
 
 
-def _layer_rates(plan: dict[str, Any]) -> dict[tuple[int, str], float]:
+def layer_rates(plan: dict[str, Any]) -> dict[tuple[int, str], float]:
     """Return (layer, group) -> rate; where experts have rates of their own, their mean."""
     rates: dict[tuple[int, str], list[float]] = {}
     for slot in plan["slots"]:
