@@ -175,12 +175,12 @@ def _trace(
         branch = np.int64(0)
         for depth in range(stride):
             width = 1 << (rate * depth)
-            q = np.int64(winners[depth, branch])
+            winner = np.int64(winners[depth, branch])
             after = branch * (nodes // width) + (node >> (rate * depth))
-            states[end - 1 - depth] = q * nodes + after
-            value = values[after, q] - (windows[end - 1 - depth] - reach) * WINDOW
+            states[end - 1 - depth] = winner * nodes + after
+            value = values[after, winner] - (windows[end - 1 - depth] - reach) * WINDOW
             seen &= -WINDOW <= value < WINDOW
-            branch += q * width
+            branch += winner * width
         node = branch * (nodes >> (rate * stride)) + (node >> (rate * stride))
     return node, seen
 
