@@ -23,6 +23,7 @@ speed of these alone (benchmarks/encode_cpu.py), and everything here serves to a
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,6 +32,11 @@ from llvmlite import ir
 from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from trellisbank.files import blake3_file
+
+SOURCE = int(blake3_file(Path(__file__))[:12], 16)
+"""Digest of this file, for the cache of what is compiled from it elsewhere."""
 
 STATES = 1 << 16
 
@@ -65,14 +71,14 @@ LANE_BIT = {1: (0, 1, 2, 3, 4), 2: (0, 4, 1, 3, 2), 3: (0, 4, 2, 1, 3)}
 """The bit of a lane's number that holds bit 0..4 of a node's number."""
 
 Move = tuple[tuple[int, ...], int]
-"""Where each bit of a result's lane number comes from in the source's (SOURCE: it tells the two
+"""Where each bit of a result's lane number comes from in the source's (OTHER: it tells the two
 sources apart), and the bit of the source's lane number that tells the two results apart."""
 
-SOURCE = -1
-WORDS: Move = ((SOURCE, 0, 1, 3, 4), 2)
-QUADS: Move = ((0, 1, SOURCE, 3, 4), 2)
-BLOCKS: Move = ((0, 1, 2, 4, SOURCE), 3)
-ALL: Move = ((SOURCE, 0, 1, 2, 3), 4)
+OTHER = -1
+WORDS: Move = ((OTHER, 0, 1, 3, 4), 2)
+QUADS: Move = ((0, 1, OTHER, 3, 4), 2)
+BLOCKS: Move = ((0, 1, 2, 4, OTHER), 3)
+ALL: Move = ((OTHER, 0, 1, 2, 3), 4)
 
 MOVES = {
     1: ((0, ALL),),
@@ -96,7 +102,7 @@ def layout(rate: int, plain: bool = False) -> Layout:
         slots = np.sum([((slots >> j) & 1) << b for j, b in enumerate(LANE_BIT[rate])], axis=0)
         # (candidate, high part, its last five bits, low part)
         by_bits = states.reshape(q, -1, LANES, q)[:, :, np.argsort(slots)]
-        states = by_bits.transpose(1, 0, 3, 2).reshape(-1)
+        states = by_bits.transpose(1, 3, 0, 2).reshape(-1)
     elif rate == 4:  # a vector spans two high parts, side by side like their predecessors' costs
         states = states.reshape(q, -1, 2, LANES // 2).transpose(1, 0, 3, 2).reshape(-1)
     else:
@@ -184,7 +190,7 @@ def _lanes(move: Move, result: int) -> list[int]:
     for lane in range(LANES):
         source = result << out
         for bit, origin in enumerate(sources):
-            source |= ((lane >> bit) & 1) << (5 if origin == SOURCE else origin)
+            source |= ((lane >> bit) & 1) << (5 if origin == OTHER else origin)
         lanes.append(source)
     return lanes
 
@@ -211,12 +217,12 @@ def _low_rates(b: Any, k: int, values: Any, olds: Any, news: Any, targets: Any) 
         high = b.mul(loop.index, constant(LANES))
         block = b.mul(high, constant(lows * lows))
         best: list[list[Any]] = [[None] * lows for _ in olds]
-        for q in range(lows):
-            before = [load(b, old, b.add(high, constant(q * highs))) for old in olds]
-            for low in range(lows):
-                at = b.add(block, constant((q * lows + low) * LANES))
+        starts = [b.add(high, constant(q * highs)) for q in range(lows)]
+        for low in range(lows):
+            for q in range(lows):
+                at = b.add(block, constant((low * lows + q) * LANES))
                 for t, target in enumerate(targets):
-                    c = cost(b, load(b, values[t], at), target, before[t])
+                    c = cost(b, load(b, values[t], at), target, load(b, olds[t], starts[q]))
                     best[t][low] = least(b, c, best[t][low]) if q else c
         group = b.mul(high, constant(lows))
         for new, results in zip(news, best, strict=True):

@@ -28,7 +28,7 @@ from numba.core.errors import NumbaError
 
 from trellisbank.formats import trellis
 from trellisbank.formats.trellis import RATES, RING
-from trellisbank.quantize.relax import LANES, STATES, layout, relax, relax_plain
+from trellisbank.quantize.relax import LANES, SOURCE, STATES, layout, relax, relax_plain
 
 HALF = RING // 2
 
@@ -218,6 +218,7 @@ def _kernel(rate: int, plain: bool) -> Any:
     node_at = np.argsort(slots)
     width = (STATES >> rate) * copies
     stride = STRIDE.get(rate, 1)
+    source = SOURCE
 
     # The cells of this closure are constants to the compiler; all else is at module level, as its
     # cache on disk needs.
@@ -233,6 +234,7 @@ def _kernel(rate: int, plain: bool) -> Any:
         good: Any,
         rows: Any,
     ) -> None:
+        assert source  # its cell is part of the cache's key, which knows of this file alone
         count = tiles.shape[0]
         spare = rows.shape[1] - 2
         cone = np.empty(256, dtype=np.int32)
