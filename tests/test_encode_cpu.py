@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -119,6 +122,36 @@ def test_plain_loops_give_the_same_states(rate, monkeypatch):
     with pytest.warns(UserWarning, match="no such vectors"):
         encode = tile_encoder(rate)
     assert np.array_equal(encode(tiles), states)
+
+
+ARM = """
+import re
+import llvmlite.binding as llvm
+from trellisbank.quantize import viterbi
+
+llvm.initialize_all_targets()
+llvm.initialize_all_asmprinters()
+for rate in (3, 5):
+    encode = viterbi.kernel(rate).encode
+    code = encode.inspect_llvm(encode.signatures[0])
+    code = re.sub(r"target (triple|datalayout) = .*", "", code)
+    code = re.sub(r'"target-(cpu|features)"="[^"]*"', "", code)
+    module = llvm.parse_assembly(code)
+    module.triple = "aarch64-linux-gnu"
+    machine = llvm.Target.from_triple(module.triple).create_target_machine(opt=3)
+    text = machine.emit_assembly(module)
+    print(*(len(re.findall(rf"\\t{op}\\tv", text)) for op in ("sub", "smull", "uqadd", "umin")))
+"""
+
+
+def test_vector_code_becomes_vector_code_on_arm(tmp_path):
+    """Cross-compiled, not run. Optimizing for the host first would leave its own instructions."""
+    environment = os.environ | {"NUMBA_OPT": "0", "NUMBA_CACHE_DIR": str(tmp_path)}
+    program = [sys.executable, "-W", "ignore", "-c", ARM]
+    done = subprocess.run(program, env=environment, check=True, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        assert min(int(n) for n in line.split()) >= 4 * 16  # 4 registers a vector, 16 candidates
+    assert len(done.stdout.splitlines()) == 2
 
 
 def test_what_a_window_hides_is_looked_for_again():
