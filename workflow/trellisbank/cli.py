@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("input", type=Path, help="safetensors with trellis, suh, svh, mul1")
     added.add_argument("output", type=Path, help="gets inner (fp16) and weight (fp32), (in, out)")
 
+    added = command("compare", _compare, "Compare two encodings of one layer on the same rows.")
+    added.add_argument("source", type=Path, help="folder of the source")
+    added.add_argument("first", type=Path, help="folder of one release")
+    added.add_argument("second", type=Path, help="folder of the other")
+    added.add_argument("captures", type=Path, nargs="+", help="captures of the layer")
+    added.add_argument("--layer", type=int, required=True, help="body layer of the captures")
+
     added = command("score", _score, "Compare two checkpoints on the same rows, KL(A || B).")
     added.add_argument("a", type=Path, help="folder of the source")
     added.add_argument("b", type=Path, help="folder of the release")
@@ -146,6 +153,20 @@ def _decode(options: argparse.Namespace) -> None:
     from trellisbank.quantize.expert import decode_file
 
     decode_file(options.input, options.output)
+
+
+def _compare(options: argparse.Namespace) -> None:
+    from trellisbank.quantize.compare import compare_encodings
+
+    compared = compare_encodings(
+        source=options.source,
+        first=options.first,
+        second=options.second,
+        layer=options.layer,
+        captures=options.captures,
+        progress=_progress,
+    )
+    print(json.dumps(compared, indent=1))
 
 
 def _score(options: argparse.Namespace) -> None:
