@@ -171,19 +171,19 @@ def _compare(options: argparse.Namespace) -> None:
 
 def _score(options: argparse.Namespace) -> None:
     from trellisbank.evaluate.scores import score_files
-    from trellisbank.model.forward import forward_files
+    from trellisbank.model.streamed import forward_rows
 
     options.out.mkdir(parents=True, exist_ok=True)
-    # States of all layers are bulky and of no further use; the final hidden states are kept.
     with tempfile.TemporaryDirectory(dir=options.out) as scratch:
-        finals = []
-        for label, checkpoint in (("a", options.a), ("b", options.b)):
-            _progress(f"forward of {checkpoint}")
-            folder = Path(scratch) / label
-            forward_files(
-                checkpoint, options.rows, folder, device=options.device, progress=_progress
+        finals = [Path(scratch) / f"{label}.safetensors" for label in "ab"]
+        for checkpoint, final in zip((options.a, options.b), finals, strict=True):
+            forward_rows(
+                checkpoint=checkpoint,
+                rows=options.rows,
+                hidden=final,
+                device=options.device,
+                progress=_progress,
             )
-            finals.append(folder / "final.safetensors")
         summary = score_files(
             finals[0],
             options.a,
