@@ -253,7 +253,7 @@ def test_scale_search():
     regular = step("weight_r").numpy() / np.float32(g)
     assert sample_tiles(regular).shape == (64, 256)
     found = search_scale(regular, 3, tile_encoder(3), VALUES["mul1"])
-    assert found == pytest.approx(g, abs=0.005)
+    assert found == pytest.approx(g, abs=0.02)
 
 
 def test_feedback_is_as_good_as_exllamav3():

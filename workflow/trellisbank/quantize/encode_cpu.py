@@ -138,14 +138,11 @@ def sample_tiles(weight: npt.NDArray[np.float32]) -> npt.NDArray[np.float32]:
     return picked
 
 
-CENTER, STEP = 0.7, 0.075
-"""Grid of scales that are tried (exllamav3's fine one)."""
+USUAL = {1: 0.82, 2: 0.78, 3: 0.75, 4: 0.73, 5: 0.70, 6: 0.67, 7: 0.64, 8: 0.61}
+"""Scales at which regularized matrices are encoded best."""
 
-LOWEST, HIGHEST = -9, 16
-"""Its ends: scales of 0.025 and 1.9."""
-
-START = {1: 2, 2: 1, 3: 1, 7: -1, 8: -1}
-"""Where on the grid Gaussian tiles are encoded best, for rates where it is not the center."""
+STEP, LOWEST, HIGHEST = 0.075, 0.025, 1.9
+"""Between scales that are tried, and the ends of their range (exllamav3)."""
 
 
 def search_scale(
@@ -156,12 +153,11 @@ def search_scale(
 ) -> float:
     """Global scale at which a regularized matrix is encoded with least error.
 
-    The least error on a grid, and the vertex of the parabola through it and its neighbours.
-    exllamav3 finds the place on the grid by trying ten scales from 0.1 to 1.9 on a third of the
-    sample, then five on all of it. But the error has one valley, for regularized matrices in the
-    same place, so it is looked for from there, mostly with three scales; and on open paths. This
-    takes a sixth of the time and finds scales lower by 0.02 at most at K = 1, 0.012 at K = 2 and
-    0.008 above: a quarter of a step and less (docs/performance.md).
+    The vertex of a parabola through the least error on a grid and its neighbours. exllamav3 tries
+    ten scales from 0.1 to 1.9 on a third of the sample, then five around the best on all of it. But
+    the error has one valley, for regularized matrices in the same place, so it is looked for from
+    there, mostly with three scales; and on open paths. This takes a sixth of the time; docs/exl3.md
+    says how far apart the scales found are.
 
     Args:
         weight: regularized, fp32 ``[k, n]``.
@@ -175,19 +171,20 @@ def search_scale(
     sample = sample_tiles(weight) * np.float32(DRIFT.get(rate, 1.0))
     known: dict[int, float] = {}
 
+    def scale(step: float) -> float:
+        return min(max(USUAL[rate] + STEP * step, LOWEST), HIGHEST)
+
     def error(step: int) -> float:
         if step not in known:
-            factor = np.float32(CENTER + STEP * step)
+            factor = np.float32(scale(step))
             found = values[encode(sample * factor, ring=False)]
             known[step] = float(np.square(found / factor - sample).mean(dtype=np.float64))
         return known[step]
 
-    best = START.get(rate, 0)
-    while (next_to_it := min((best, best - 1, best + 1), key=error)) != best:
-        best = next_to_it
-        if best in (LOWEST, HIGHEST):
-            return CENTER + STEP * best
+    best = 0
+    while (lower := min((best, best - 1, best + 1), key=error)) != best:
+        best = lower
     left, middle, right = error(best - 1), error(best), error(best + 1)
     curvature = left - 2 * middle + right
     offset = float(np.clip((left - right) / (2 * curvature), -0.5, 0.5)) if curvature > 0 else 0.0
-    return CENTER + STEP * (best + offset)
+    return scale(best + offset)

@@ -60,7 +60,7 @@ class Grid(NamedTuple):
     outside the values, a position sees the values through a window: a table of their distances to a
     center, a multiple of ``WINDOW``, cut to ``-WINDOW .. WINDOW - 1``. Cutting only lowers costs.
     So a best path all of whose values were in view is the best path without windows as well, and
-    any other tile is encoded again one level below (one tile in 4,000 at the usual scales).
+    any other tile is encoded again one level below (at the usual scales 2 of 5,376, at K = 8).
 
     Attributes:
         scale: integer steps in 1.
