@@ -252,8 +252,38 @@ def test_scale_search():
     g = FIGURES["s128x256/fp4/K3"]["g_scale"]
     regular = step("weight_r").numpy() / np.float32(g)
     assert sample_tiles(regular).shape == (64, 256)
-    found = search_scale(regular, 3, tile_encoder(3), VALUES["mul1"])
+    encode, rings = tile_encoder(3), []
+
+    def counted(tiles, ring=True):
+        rings.append(ring)
+        return encode(tiles, ring)
+
+    found = search_scale(regular, 3, counted, VALUES["mul1"])
     assert found == pytest.approx(g, abs=0.02)
+    assert rings == [False] * 3
+
+
+def test_scale_search_far_from_the_usual():
+    regular = step("weight_r").numpy()
+    found = [search_scale(regular * s, 3, tile_encoder(3), VALUES["mul1"]) for s in (1.0, 1.5, 0.6)]
+    assert found[1] == pytest.approx(found[0] / 1.5, abs=0.02)
+    assert found[2] == pytest.approx(found[0] / 0.6, abs=0.02)
+    # Nothing to tell scales apart by, and a minimum beyond the end.
+    assert search_scale(regular * 0, 3, tile_encoder(3), VALUES["mul1"]) == pytest.approx(1.9)
+    assert search_scale(regular * 0.1, 3, tile_encoder(3), VALUES["mul1"]) == pytest.approx(1.9)
+
+
+def test_open_paths_cost_no_more_than_rings():
+    encode, tiles = tile_encoder(4), TILES[:16]
+    closed, free = errors(tiles, encode(tiles)), errors(tiles, encode(tiles, ring=False))
+    assert 0.9 * closed.sum() < free.sum() < closed.sum()
+
+
+def test_tiles_that_are_not_finite_are_refused():
+    tiles = TILES[:3].copy()
+    tiles[1, 7] = np.nan
+    with pytest.raises(QuantizeError, match="1 of 3"):
+        tile_encoder(3)(tiles)
 
 
 def test_feedback_is_as_good_as_exllamav3():

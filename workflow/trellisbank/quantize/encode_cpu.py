@@ -156,7 +156,7 @@ def search_scale(
     The vertex of a parabola through the least error on a grid and its neighbours. exllamav3 tries
     ten scales from 0.1 to 1.9 on a third of the sample, then five around the best on all of it. But
     the error has one valley, for regularized matrices in the same place, so it is looked for from
-    there, mostly with three scales; and on open paths. This takes a sixth of the time; docs/exl3.md
+    there, mostly with three scales; and on open paths. This takes a fifth of the time; docs/exl3.md
     says how far apart the scales found are.
 
     Args:
