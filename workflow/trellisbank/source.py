@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
-from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
+from trellisbank.checkpoint import Checkpoint, companions, expert_stem, open_checkpoint
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import sha256_file, write_json
-from trellisbank.formats import fp8_block, mxfp4
+from trellisbank.formats import check_codes, fp8_block, mxfp4
 from trellisbank.model.config import ModelConfig, layer_kind, model_config
 from trellisbank.model.engram import compressed_tokens
-from trellisbank.safetensors_io import Header, TensorInfo, map_tensor
+from trellisbank.safetensors_io import DTYPES, Header, TensorInfo, map_tensor
 
 Progress = Callable[[str], None]
 
@@ -98,7 +98,8 @@ def _expert_tensors(
     for matrix, (rows, columns) in shapes.items():
         stem = expert_stem(layer, expert, matrix)
         if checkpoint.has(f"{stem}.trellis"):
-            words = checkpoint.info(f"{stem}.trellis").shape[-1]
+            stored = checkpoint.info(f"{stem}.trellis").shape
+            words = stored[-1] if stored else 0  # the rate; all else is known
             yield f"{stem}.trellis", "I16", (columns // 16, rows // 16, words)
             yield f"{stem}.suh", "F16", (columns,)
             yield f"{stem}.svh", "F16", (rows,)
@@ -225,6 +226,7 @@ def inspect_source(
     """
     checkpoint = open_checkpoint(source)
     manifest = inspect(checkpoint)
+    companions(checkpoint)  # refuse now what the release could not copy at the end
     if set(manifest["expert_formats"]) != {"mxfp4"}:
         raise CheckpointError(
             "The routed experts of the source are not stored as MXFP4.",
@@ -259,21 +261,18 @@ def verify_shard(
     for name, info in header.tensors.items():
         counts[info.dtype] += 1
         kind = {"I8": "mxfp4", "F8_E4M3": "fp8_block"}.get(info.dtype)
-        scale = name.removesuffix(".weight") + ".scale"
-        if kind is None or scale not in header.tensors:
+        if kind is None:
             continue
         try:
-            _round_trip(header, name, scale, kind)
+            _round_trip(header, name, name.removesuffix(".weight") + ".scale", kind)
         except FormatError as trouble:
-            raise FormatError(
-                trouble.what, file=header.path, tensor=name, fix=str(trouble.fields.get("fix"))
-            ) from trouble
+            raise trouble.located(header.path, name) from trouble
         exact[kind] += 1
         progress(f"{shard}: {name} survives")
     write_json(
         receipt_path,
         {
-            "schema": "trellisbank/shard/1",
+            "schema": "trellisbank/source-shard/1",
             "shard": shard,
             "bytes": header.size,
             "sha256": sha256_file(header.path),
@@ -284,12 +283,12 @@ def verify_shard(
 
 
 def _round_trip(header: Header, name: str, scale: str, kind: str) -> None:
-    codes, scales = header.tensors[name], header.tensors[scale]
-    rows, width = codes.shape
-    # A block of 32 rows shares a scale, unless each row has its own (an Engram table, MXFP4).
-    height = 1 if scales.shape[0] == rows else 32
-    step = max(CHECK_WEIGHTS // (width * 32) * 32, 32)
     stored = map_tensor(header, name), map_tensor(header, scale)
+    check_codes(stored[0], DTYPES["I8" if kind == "mxfp4" else "F8_E4M3"], stored[1])
+    (rows, width), scale_rows = stored[0].shape, stored[1].shape[0]
+    # A block of 32 rows shares a scale, unless each row has its own (an Engram table, MXFP4).
+    height = 1 if scale_rows == rows else 32
+    step = max(CHECK_WEIGHTS // (width * 32) * 32, 32)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = stored[0][first:last]
