@@ -17,6 +17,7 @@ from trellisbank.files import sha256_file, write_json
 from trellisbank.formats import check_codes, fp8_block, mxfp4
 from trellisbank.model.config import ModelConfig, layer_kind, model_config
 from trellisbank.model.engram import compressed_tokens
+from trellisbank.model.weights import layer_tensors
 from trellisbank.safetensors_io import DTYPES, Header, TensorInfo, map_tensor
 
 Progress = Callable[[str], None]
@@ -27,63 +28,26 @@ TRELLIS_SIDE = 128
 CHECK_WEIGHTS = 1 << 26
 
 
-def _fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    yield f"{name}.weight", "F8_E4M3", (rows, columns)
-    yield f"{name}.scale", "F8_E8M0", (-(-rows // 32), -(-columns // 32))
-
-
 def body_tensors(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, dtype and shape of every tensor of the text body, routed experts excepted.
 
     Source: the published layout of DeepSeek-V4.1-Flash.
     """
-    width, copies = cfg.hidden_size, cfg.hc_mult
-    mixes = copies * (copies + 2)
+    width = cfg.hidden_size
     yield "embed.weight", "BF16", (cfg.vocab_size, width)
     yield "head.weight", "BF16", (cfg.vocab_size, width)
     yield "norm.weight", "BF16", (width,)
-    heads, head, latent = cfg.num_attention_heads, cfg.head_dim, cfg.q_lora_rank
     for layer in range(cfg.num_hidden_layers):
-        at = f"layers.{layer}"
-        for norm in ("attn_norm", "ffn_norm"):
-            yield f"{at}.{norm}.weight", "BF16", (width,)
-        attn = f"{at}.attn"
-        yield from _fp8(f"{attn}.wq_a", latent, width)
-        yield from _fp8(f"{attn}.wq_b", heads * head, latent)
-        yield from _fp8(f"{attn}.wkv", head, width)
-        out = cfg.o_groups * cfg.o_lora_rank
-        yield from _fp8(f"{attn}.wo_a", out, heads * head // cfg.o_groups)
-        yield from _fp8(f"{attn}.wo_b", width, out)
-        yield f"{attn}.q_norm.weight", "BF16", (latent,)
-        yield f"{attn}.kv_norm.weight", "BF16", (head,)
-        yield f"{attn}.attn_sink", "F32", (heads,)
-        if layer in cfg.kv_source_layer_ids:
-            yield f"{attn}.compressor.wkv.weight", "BF16", (head, width)
-            yield f"{attn}.compressor.norm.weight", "BF16", (head,)
-            if cfg.compress_ratios[layer] > 1:
-                yield f"{attn}.compressor.wgate.weight", "BF16", (head, width)
-            yield f"{attn}.indexer.wk.weight", "BF16", (cfg.index_head_dim, head)
-            yield f"{attn}.indexer.k_norm.weight", "BF16", (cfg.index_head_dim,)
-        if layer in cfg.index_source_layer_ids:
-            yield from _fp8(f"{attn}.indexer.wq_b", cfg.index_n_heads * cfg.index_head_dim, latent)
-            yield f"{attn}.indexer.weights_proj.weight", "BF16", (cfg.index_n_heads, width)
-        for part in ("attn", "ffn"):
-            yield f"{at}.hc_{part}_fn", "F32", (mixes, copies * width)
-            yield f"{at}.hc_{part}_base", "F32", (mixes,)
-            yield f"{at}.hc_{part}_scale", "F32", (3,)
-        yield f"{at}.ffn.gate.weight", "BF16", (cfg.n_routed_experts, width)
-        yield f"{at}.ffn.gate.bias", "F32", (cfg.n_routed_experts,)
-        inner = cfg.moe_intermediate_size
-        for matrix, shape in expert_shapes(width, inner).items():
-            yield from _fp8(f"{at}.ffn.shared_experts.{matrix}", *shape)
+        for part, spec in layer_tensors(cfg, layer).items():
+            name = f"layers.{layer}.{part}"
+            yield name if spec.role == "bare" else f"{name}.weight", spec.dtype, spec.shape
+            if spec.dtype == "F8_E4M3":
+                rows, columns = spec.shape
+                yield f"{name}.scale", "F8_E8M0", (-(-rows // 32), -(-columns // 32))
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        at = f"layers.{layer}.engram"
-        yield f"{at}.embed.weight", "F8_E4M3", (rows, cfg.engram_head_dim)
-        yield f"{at}.embed.scale", "F8_E8M0", (rows, cfg.engram_head_dim // 32)
-        columns = cfg.engram_columns * cfg.engram_head_dim
-        yield from _fp8(f"{at}.wkv", (copies + 1) * width, columns)
-        for part in ("q_weight", "k_weight"):
-            yield f"{at}.{part}", "BF16", (copies, width)
+        name = f"layers.{layer}.engram.embed"
+        yield f"{name}.weight", "F8_E4M3", (rows, cfg.engram_head_dim)
+        yield f"{name}.scale", "F8_E8M0", (rows, cfg.engram_head_dim // 32)
 
 
 def expert_shapes(width: int, inner: int) -> dict[str, tuple[int, int]]:
