@@ -34,7 +34,7 @@ def read_ids(path: str | os.PathLike[str]) -> torch.Tensor:
         CheckpointError: The file is malformed or holds no such tensor.
     """
     ids = read_file(path).get("input_ids")
-    if ids is None or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+    if ids is None or ids.ndim != 2 or ids.dtype != torch.int64:
         raise CheckpointError(
             "A rows file holds no token ids.",
             file=path,
@@ -43,7 +43,7 @@ def read_ids(path: str | os.PathLike[str]) -> torch.Tensor:
             found=None if ids is None else f"{ids.dtype} {list(ids.shape)}",
             fix="write rows with the build_rows rule, or save `input_ids` as int64",
         )
-    return ids.to(torch.int64)
+    return ids
 
 
 def find_texts(patterns: Sequence[str]) -> list[str]:
