@@ -13,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 from trellisbank.bank import GROUPS, Bank
-from trellisbank.checkpoint import INDEX, Checkpoint
+from trellisbank.checkpoint import INDEX, REPACK_REPORT, Checkpoint, companions
 from trellisbank.errors import ReleaseError
 from trellisbank.files import atomic_write, sha256_file, write_json
 from trellisbank.formats.bank_plan import PLAN, bank_file
 from trellisbank.plan.freeze import expert_rates, plan_slots
 from trellisbank.plan.layouts import NATIVE
 from trellisbank.release.finish import (
-    REPORT,
     check_receipts,
     clear,
-    companions,
     copy_files,
     read_shards,
     repack_report,
@@ -187,7 +185,7 @@ def finish_bank_plan(
     for path in (out / "exl3" / BANK).glob("K*/L*.safetensors"):
         if path.relative_to(out).as_posix() not in files:
             path.unlink()
-    clear(out, {*names, *written, *files, INDEX, PLAN, REPORT, MANIFEST})
+    clear(out, {*names, *written, *files, INDEX, PLAN, REPACK_REPORT, MANIFEST})
     banks = []
     for file, places in sorted(files.items()):
         parts = list(_parts(checkpoint, bank, keys, places, out / file))
@@ -203,7 +201,7 @@ def finish_bank_plan(
     write_json(out / PLAN, release_plan(plan))
     added = [{**place, "key": keys[_at(place)]} for places in files.values() for place in places]
     report = repack_report(plan, receipts, tensors, copied, added) | {"banks": banks}
-    write_json(out / REPORT, report)
+    write_json(out / REPACK_REPORT, report)
     known = {receipt["shard"]: receipt["sha256"] for receipt in receipts.values()}
     write_manifest(out, known)
     return report

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from trellisbank.bank import GROUPS, PARTS
-from trellisbank.checkpoint import INDEX, Checkpoint, expert_stem, open_checkpoint
+from trellisbank.checkpoint import INDEX, STORAGE, Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import FormatError, ReleaseError, TrellisbankError
 from trellisbank.files import read_json, sha256_file
 from trellisbank.formats import trellis
@@ -20,7 +20,7 @@ from trellisbank.formats.bank_plan import PLAN, read_bank_plan
 from trellisbank.plan.freeze import Entries, expert_rates, plan_rates
 from trellisbank.plan.layouts import BANK_PLAN, NATIVE, Rate
 from trellisbank.release.bank_plan import MANIFEST
-from trellisbank.release.finish import STORAGE, tensor_storage
+from trellisbank.release.finish import tensor_storage
 from trellisbank.release.splice import BODY_EXPERT, body_experts, tensor_hash
 
 SCHEMA = "trellisbank/verify/1"
