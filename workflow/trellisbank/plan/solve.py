@@ -19,7 +19,8 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from trellisbank.errors import PlanError
-from trellisbank.plan.cost import Bits, Floats, Table, quarters
+from trellisbank.plan import knapsack
+from trellisbank.plan.cost import Bits, Table, quarters
 from trellisbank.plan.layouts import NATIVE, Rate, Slot
 
 LOWEST_RATE, HIGHEST_RATE = 2, 8
@@ -140,7 +141,7 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
     """
     held, protected = protect(table)
     size, room = budget_room(held, budget)
-    greedy = _greedy(held.cost, size, room)
+    greedy = knapsack.greedy(held.cost, size, room)
     if greedy is None:
         rows = np.arange(len(held.slots))
         least = np.where(np.isnan(held.cost), np.iinfo(np.int64).max, size).argmin(axis=1)
@@ -154,13 +155,13 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
             "protected at their best rate because a measurement failed",
             fix="raise the budget, or offer (and encode) a lower rate",
         )
-    bound = None
+    bound, of_greedy = None, knapsack.total(held.cost, greedy)
     if method in ("gain", "frequency"):
         choice = greedy
         if method == "gain":
-            bound = min(_relaxed(held.cost, size, room)[0], _total(held.cost, greedy))
+            bound = min(knapsack.relaxed(held.cost, size, room)[0], of_greedy)
     elif method == "exact":
-        choice, bound = _exact(held.cost, size, room, greedy)
+        choice, bound = knapsack.exact(held.cost, size, room, greedy)
     elif method == "random":
         choice = _random(held, size, room, seed)
     else:
@@ -170,9 +171,8 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
             found=method,
             fix="correct the recipe's method in the configuration",
         )
-    return Solution(
-        held, choice, _total(held.cost, choice), bound, _total(held.cost, greedy), protected
-    )
+    cost = knapsack.total(held.cost, choice)
+    return Solution(held, choice, cost, bound, of_greedy, protected)
 
 
 def smallest(table: Table, limit: float) -> Solution:
@@ -188,7 +188,7 @@ def smallest(table: Table, limit: float) -> Solution:
     size = np.where(np.isnan(held.cost), np.nan, held.stored.astype(np.float64))
     # Sums of losses are rounded: a limit that is a plan's own loss must not refuse that plan.
     room = limit * (1 + 1e-12)
-    greedy = _greedy(size, held.cost, room)
+    greedy = knapsack.greedy(size, held.cost, room)
     if greedy is None:
         raise PlanError(
             "No plan stays below the loss.",
@@ -196,8 +196,9 @@ def smallest(table: Table, limit: float) -> Solution:
             found=f"{np.nanmin(held.cost, axis=1).sum()} with the best rate everywhere",
             fix="allow more loss, or offer (and encode) a higher rate",
         )
-    choice, bound = _exact(size, held.cost, room, greedy)
-    return Solution(held, choice, _total(held.cost, choice), bound, _total(size, greedy), protected)
+    choice, bound = knapsack.exact(size, held.cost, room, greedy)
+    cost = knapsack.total(held.cost, choice)
+    return Solution(held, choice, cost, bound, knapsack.total(size, greedy), protected)
 
 
 def curve(table: Table) -> list[dict[str, float | int]]:
@@ -210,11 +211,11 @@ def curve(table: Table) -> list[dict[str, float | int]]:
         `average_rate`, `stored_bits_per_weight`, `stored_bytes` and `cost`, by rising size.
     """
     held, protected = protect(table)
-    choice, steps = _hull(held.cost, held.stored)
+    choice, steps = knapsack.hull(held.cost, held.stored)
     points = []
 
     def note() -> None:
-        cost = _total(held.cost, choice)
+        cost = knapsack.total(held.cost, choice)
         points.append(Solution(held, choice, cost, None, cost, protected).sizes() | {"cost": cost})
 
     note()
@@ -284,7 +285,7 @@ def next_best(solution: Solution, margin: int) -> dict[Slot, set[Rate]]:
     table = solution.table
     found: dict[Slot, set[Rate]] = {}
     ranked: dict[tuple[int, Any], list[tuple[float, int, int]]] = {}
-    _, steps = _hull(table.cost, table.stored)
+    _, steps = knapsack.hull(table.cost, table.stored)
     for slope, row, before, after in steps:
         slot = table.slots[row]
         family = slot.group if slot.expert is None else slot.layer
@@ -297,71 +298,6 @@ def next_best(solution: Solution, margin: int) -> dict[Slot, set[Rate]]:
         for _, row, column in sorted(places)[:margin]:
             found.setdefault(table.slots[row], set()).add(table.rates[column])
     return found
-
-
-def _text(budget: Mapping[str, Any]) -> str:
-    return ", ".join(f"{kind} {amount}" for kind, amount in budget.items() if amount is not None)
-
-
-def _total(cost: Floats, choice: npt.NDArray[np.int64]) -> float:
-    return math.fsum(cost[np.arange(len(choice)), choice])
-
-
-Step = tuple[float, int, int, int]
-"""Cost change a unit of size (negative), row, column before, column after."""
-
-
-def _hull(cost: Floats, size: npt.NDArray[Any]) -> tuple[npt.NDArray[np.int64], list[Step]]:
-    """Return the smallest choice of each row, and the steps up along its lower convex hull.
-
-    Along a hull every step saves less a unit than the one before it. NaN costs or sizes are left
-    out; so is a choice that takes more and costs as much as another.
-    """
-    start = np.zeros(len(cost), dtype=np.int64)
-    steps: list[Step] = []
-    for row, (costs, sizes) in enumerate(zip(cost.tolist(), size.tolist(), strict=True)):
-        usable = [c for c in range(len(costs)) if costs[c] == costs[c] and sizes[c] == sizes[c]]
-        usable.sort(key=lambda c: (sizes[c], costs[c], c))
-        corners = usable[:1]
-        for column in usable[1:]:
-            if costs[column] >= costs[corners[-1]]:
-                continue
-            while len(corners) > 1 and _slope(costs, sizes, corners[-1], column) <= _slope(
-                costs, sizes, corners[-2], corners[-1]
-            ):
-                corners.pop()
-            corners.append(column)
-        start[row] = corners[0]
-        steps += [
-            (_slope(costs, sizes, before, after), row, before, after)
-            for before, after in itertools.pairwise(corners)
-        ]
-    return start, steps
-
-
-def _slope(costs: list[float], sizes: list[float], before: int, after: int) -> float:
-    # A smaller cost at the same size is sorted first, so sizes differ.
-    return (costs[after] - costs[before]) / (sizes[after] - sizes[before])
-
-
-def _greedy(cost: Floats, size: npt.NDArray[Any], room: float) -> npt.NDArray[np.int64] | None:
-    """Take the steps that save most a unit of size while they fit; None if nothing fits.
-
-    A step that does not fit ends the raising of its slot, not of the others.
-    """
-    choice, steps = _hull(cost, size)
-    used = size[np.arange(len(choice)), choice].sum()
-    if used > room:
-        return None
-    stopped: set[int] = set()
-    for _, row, before, after in sorted(steps):
-        extra = size[row, after] - size[row, before]
-        if row in stopped or used + extra > room:
-            stopped.add(row)
-            continue
-        choice[row] = after
-        used += extra
-    return choice
 
 
 def _random(table: Table, size: Bits, room: int, seed: int) -> npt.NDArray[np.int64]:
@@ -391,137 +327,5 @@ def _random(table: Table, size: Bits, room: int, seed: int) -> npt.NDArray[np.in
     return choice
 
 
-def _relaxed(cost: Floats, size: npt.NDArray[Any], room: float) -> tuple[float, float]:
-    """Return the bound of the linear relaxation and its price of a unit of size.
-
-    For any price, sum_i min_k (cost + price size) - price room is below the cost of every plan that
-    fits; the price at which greedy steps fill the room makes this bound the tightest.
-    """
-    choice, steps = _hull(cost, size)
-    used = size[np.arange(len(choice)), choice].sum()
-    price = 0.0
-    for slope, row, before, after in sorted(steps):
-        used += size[row, after] - size[row, before]
-        if used > room:
-            price = -slope
-            break
-    priced = np.nanmin(cost + price * size, axis=1)
-    return math.fsum(priced.tolist()) - price * room, price
-
-
-TOLERANCE = 5e-7
-"""Gap between a plan and its bound, relative to the plan, at which the search may end."""
-
-CORES = (50, 200, 1000)
-"""Choices beside the cheapest of each slot that are tried before all that may matter."""
-
-STATES = 20_000
-"""Partial plans that are kept at a time; beyond them the gap that is left is stated."""
-
-
-def _exact(
-    cost: Floats, size: npt.NDArray[Any], room: float, greedy: npt.NDArray[np.int64]
-) -> tuple[npt.NDArray[np.int64], float]:
-    """Return an optimal choice and the proven bound of its cost.
-
-    The relaxation's price turns costs into an excess over the bound; a choice whose excess alone is
-    above the gap of the best plan so far can be in no better one. What remains is a core of slots,
-    solved by dynamic programming. Small cores of the choices nearest the bound come first: they
-    find good plans, which shrink the core that has to be proven.
-    """
-    if np.issubdtype(size.dtype, np.integer):
-        # Sizes lie on a grid; room between its points is of no use.
-        least = np.where(np.isnan(cost), np.iinfo(np.int64).max, size).min(axis=1)
-        grid = int(np.gcd.reduce(np.where(np.isnan(cost), 0, size - least[:, None]), axis=None))
-        room = int(least.sum()) + (int(room) - int(least.sum())) // max(grid, 1) * max(grid, 1)
-    bound, price = _relaxed(cost, size, room)
-    best, upper = greedy, _total(cost, greedy)
-    priced = cost + price * size
-    excess = priced - np.nanmin(priced, axis=1, keepdims=True)
-    ranked = np.sort(excess[excess > 0])
-    for count in (*CORES, len(ranked)):
-        gap = upper - bound
-        whole = count >= len(ranked) or ranked[count] > gap
-        if gap <= 0 or (gap <= TOLERANCE * abs(upper) and not whole):
-            break
-        keep = excess <= (gap if whole else ranked[count])
-        found, lower = _core(excess, keep, size, room, price, gap)
-        if found is not None and _total(cost, found) < upper:
-            best, upper = found, _total(cost, found)
-        if whole:
-            bound += lower
-            break
-    return _by_name(cost, size, best), min(bound, upper)
-
-
-def _core(
-    excess: Floats,
-    keep: npt.NDArray[np.bool_],
-    size: npt.NDArray[Any],
-    room: float,
-    price: float,
-    gap: float,
-) -> tuple[npt.NDArray[np.int64] | None, float]:
-    """Find the plan of least excess below `gap` among the choices kept.
-
-    The excess of a plan over the bound is that of its choices plus the price of the room that it
-    leaves unused. Partial plans are extended slot by slot; one that is neither smaller nor cheaper
-    than another goes, and so does one that can no longer fit or end below the gap.
-
-    Returns:
-        The plan, None if there is none; and the least excess that is proven for any plan of these
-        choices (0 if partial plans had to be given up).
-    """
-    choice = np.where(keep, excess, np.inf).argmin(axis=1)
-    core = np.flatnonzero(keep.sum(axis=1) > 1)
-    rows = np.arange(len(size))
-    free = room - size[rows, choice].sum()
-    columns = [np.flatnonzero(keep[row]) for row in core]
-    # Sizes relative to the cheapest choice, so that sums of them stay exact.
-    extra = [size[row, of] - size[row, choice[row]] for row, of in zip(core, columns, strict=True)]
-    least = np.cumsum([part.min() for part in extra][::-1])[::-1]
-    most = np.cumsum([part.max() for part in extra][::-1])[::-1]
-    taken, above = np.zeros(1, dtype=size.dtype), np.zeros(1)
-    origins = []
-    complete = True
-    for at, (row, of) in enumerate(zip(core, columns, strict=True)):
-        sizes = (taken[:, None] + extra[at]).ravel()
-        excesses = (above[:, None] + excess[row, of]).ravel()
-        last = at + 1 == len(core)
-        smallest_end = sizes + (0 if last else least[at + 1])
-        unused = np.maximum(free - sizes - (0 if last else most[at + 1]), 0)
-        alive = np.flatnonzero((smallest_end <= free) & (excesses + price * unused < gap))
-        # By size, then cost; what takes more must cost less.
-        costs = excesses[alive] - price * sizes[alive]
-        order = np.lexsort((costs, sizes[alive]))
-        costs = costs[order]
-        better = np.append(True, costs[1:] < np.minimum.accumulate(costs)[:-1])
-        alive = alive[order[better]] if len(order) else alive
-        if len(alive) > STATES:
-            complete = False
-            alive = alive[np.linspace(0, len(alive) - 1, STATES).astype(np.int64)]
-        if not len(alive):
-            return None, gap if complete else 0.0
-        taken, above = sizes[alive], excesses[alive]
-        origins.append(alive)
-    total = above + price * (free - taken)
-    at = int(total.argmin())
-    least_excess = float(total[at])
-    for row, of, alive in zip(core[::-1], columns[::-1], origins[::-1], strict=True):
-        at, column = divmod(int(alive[at]), len(of))
-        choice[row] = of[column]
-    return choice, least_excess if complete else 0.0
-
-
-def _by_name(
-    cost: Floats, size: npt.NDArray[Any], choice: npt.NDArray[np.int64]
-) -> npt.NDArray[np.int64]:
-    """Hand out the choices of slots that are alike in the order by name, larger sizes first."""
-    alike: dict[bytes, list[int]] = {}
-    for row in range(len(choice)):
-        alike.setdefault(cost[row].tobytes() + size[row].tobytes(), []).append(row)
-    ordered = choice.copy()
-    for rows in alike.values():
-        by_size = sorted((-size[rows[0], column], column) for column in choice[rows])
-        ordered[rows] = [column for _, column in by_size]
-    return ordered
+def _text(budget: Mapping[str, Any]) -> str:
+    return ", ".join(f"{kind} {amount}" for kind, amount in budget.items() if amount is not None)
