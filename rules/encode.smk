@@ -27,6 +27,7 @@ rule encode:
         layer=lambda wildcards: number(wildcards.layer),
         block=lambda wildcards: number(wildcards.block),
         experts_per_block=settings["encode"]["experts_per_block"],
+        backend=settings["encode"]["backend"],
         min_tokens=settings["encode"]["min_tokens"],
         sigma_reg=settings["encode"]["sigma_reg"],
         out_scales=settings["encode"]["out_scales"],

@@ -151,9 +151,7 @@ def test_another_rate_encodes_only_that_and_going_back_encodes_nothing(clone):
     clone.snakemake("--cores", "2")
     after = clone.hashes("bank/**/*")
     assert len(after) == 2 * len(before) and before.items() <= after.items()
-    written = {
-        path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")
-    }
+    written = {path: path.stat().st_mtime_ns for path in (clone.folder / "results/bank").rglob("*")}
     clone.rate = 2
     clone.snakemake("--cores", "2")
     assert written == {

@@ -24,6 +24,7 @@ def main(job):
             refit=job.params.refit,
         ),
         down_weighting=job.params.down_weighting,
+        backend=job.params.backend,
         threads=job.threads,
         ledger_path=job.output.ledger,
         progress=log.info,

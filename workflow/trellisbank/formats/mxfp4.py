@@ -57,7 +57,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     scale = _check_scales(scales, rows, 2 * half)
     packed = codes.view(torch.uint8).to(torch.int64)
     nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(rows, 2 * half)
-    return (VALUES[nibbles] * scale).to(torch.bfloat16)
+    return (VALUES.to(codes.device)[nibbles] * scale).to(torch.bfloat16)
 
 
 def requantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

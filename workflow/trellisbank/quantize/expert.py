@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from torch import Tensor
 from trellisbank.errors import QuantizeError
 from trellisbank.formats import trellis
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
-from trellisbank.quantize.hessian import Finalized, finalize
+from trellisbank.quantize.hessian import Finalized, Hessian, finalize
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 from trellisbank.safetensors_io import read_file, write_tensors
 
@@ -127,7 +127,7 @@ def quantize_matrix(
     Raises:
         QuantizeError: for sizes, rates or weights that cannot be encoded. Hessians never raise.
     """
-    _check(weight, name)
+    check_weight(weight, name)
     k, n = weight.shape
     su, sv = signs or (random_signs(f"{name}/in", k), random_signs(f"{name}/out", n))
     with _one_torch_thread():
@@ -166,7 +166,7 @@ def encode_group(
         QuantizeError: as `quantize_matrix`.
     """
     for name, weight in weights.items():
-        _check(weight, f"{stem}.{name}")
+        check_weight(weight, f"{stem}.{name}")
     k = next(iter(weights.values())).shape[0]
     group = f"{stem}.{'+'.join(weights)}"
     with _one_torch_thread():
@@ -188,7 +188,53 @@ def encode_group(
         }
 
 
-def _check(weight: Tensor, name: str) -> None:
+@dataclass(frozen=True)
+class Work:
+    """One expert's matrices that read the same inputs, to be encoded at one rate.
+
+    Attributes:
+        stem: ``layers.{L}.ffn.experts.{E}``.
+        weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels
+            first.
+        hessian: of their inputs, on the weights' device.
+        rate: bits a weight, 1..8.
+    """
+
+    stem: str
+    weights: Mapping[str, Tensor]
+    hessian: Hessian
+    rate: int
+
+
+Encoded = tuple[Work, dict[str, EncodedMatrix]]
+
+
+def encode_each(
+    works: Iterable[Work], options: Options, min_tokens: int, threads: int
+) -> Iterator[Encoded]:
+    """Encode on the CPU, one work after the other; arguments as `encode_group`."""
+    for work in works:
+        yield (
+            work,
+            encode_group(
+                work.weights,
+                work.hessian.matrix,
+                work.hessian.count,
+                work.rate,
+                work.stem,
+                options,
+                min_tokens=min_tokens,
+                threads=threads,
+            ),
+        )
+
+
+def check_weight(weight: Tensor, name: str) -> None:
+    """Refuse a matrix that EXL3 cannot hold.
+
+    Raises:
+        QuantizeError: sizes that are not multiples of 128, or entries that are not finite.
+    """
     k, n = weight.shape
     if k % trellis.BLOCK or n % trellis.BLOCK or not k or not n:
         raise QuantizeError(
@@ -241,27 +287,61 @@ def _encode(
         in_place = su[:, None] * transform(quantized) * sv
         su, sv = refit(weight, in_place, ready.damped, su, sv)
     suh, svh = su.half(), sv.half()
-    notes = list(ready.notes)
-    if not bool(suh.isfinite().all() and svh.isfinite().all()):
-        raise QuantizeError(
-            "scales do not fit fp16",
-            tensor=name,
-            expected=f"magnitudes up to {torch.finfo(torch.float16).max:.0f}",
-            found=f"{float(su.abs().max()):.4g} (input), {float(sv.abs().max()):.4g} (output)",
-            fix="weights of this size cannot be stored as EXL3; verify the source's scales",
-        )
-    if bool((weight == 0).all()):
-        notes.append("all weights are zero")
-    elif lost := int((suh == 0).sum()):
-        notes.append(f"{lost} input scales underflow fp16")
     tensors = {
         "trellis": torch.from_numpy(trellis.pack(states, rate)),
         "suh": suh,
         "svh": svh,
         CODEBOOK: torch.from_numpy(trellis.marker(CODEBOOK)),
     }
+    check_scales(tensors, name)
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
-    error = weight - torch.from_numpy(stored)
+    return measure(
+        weight, torch.from_numpy(stored), tensors, hessian, g, ready.fallback, ready.notes
+    )
+
+
+def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Refuse scales that left fp16.
+
+    Raises:
+        QuantizeError: an entry of ``suh`` or ``svh`` is not finite.
+    """
+    lost = {part: int((~tensors[part].isfinite()).sum()) for part in ("suh", "svh")}
+    if any(lost.values()):
+        raise QuantizeError(
+            "scales do not fit fp16",
+            tensor=name,
+            expected=f"magnitudes up to {torch.finfo(torch.float16).max:.0f}",
+            found=f"{lost['suh']} input and {lost['svh']} output scales beyond",
+            fix="weights of this size cannot be stored as EXL3; verify the source's scales",
+        )
+
+
+def measure(
+    weight: Tensor,
+    stored: Tensor,
+    tensors: dict[str, Tensor],
+    hessian: Tensor | None,
+    g_scale: float,
+    fallback: str | None,
+    notes: tuple[str, ...] = (),
+) -> EncodedMatrix:
+    """What was stored against what was given, wherever they lie.
+
+    Args:
+        weight: fp32 ``[k, n]``.
+        stored: fp32 ``[k, n]``, the decoded tensors.
+        tensors: the tensors.
+        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
+        g_scale: global scale of the tiles.
+        fallback: why there was no error feedback, or None.
+        notes: odd things that happened.
+    """
+    if bool((weight == 0).all()):
+        notes = (*notes, "all weights are zero")
+    elif lost := int((tensors["suh"] == 0).sum()):
+        notes = (*notes, f"{lost} input scales underflow fp16")
+    error = weight - stored
     energies: tuple[float, float] | tuple[None, None] = (None, None)
     if hessian is not None and bool(hessian.isfinite().all()):
         energies = (_energy(hessian, error), _energy(hessian, weight))
@@ -271,9 +351,9 @@ def _encode(
         output_error_energy=energies[0],
         output_energy=energies[1],
         relative_frobenius=_norm(error) / (_norm(weight) or 1.0),
-        g_scale=g,
-        fallback=ready.fallback,
-        notes=tuple(notes),
+        g_scale=g_scale,
+        fallback=fallback,
+        notes=notes,
         stored_bits=sum(8 * t.numel() * t.element_size() for t in tensors.values()),
         weights=weight.numel(),
     )
