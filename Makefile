@@ -52,7 +52,7 @@ check-tiny: $(VENV)/installed-$(LOCK) ## show that the shipped checkpoint has le
 
 .PHONY: bench
 bench: $(VENV)/installed-$(LOCK) ## encoder speed
-	$(BIN)/python benchmarks/encoder.py
+	$(BIN)/python benchmarks/encode_cpu.py
 
 .PHONY: clean
 clean: ## remove the environment and caches; results and their records stay

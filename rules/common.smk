@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# What all rules share: the checked configuration, the names that wildcards take, small helpers.
+# What the stages share: the checked configuration, the names that wildcards take, small helpers.
 import re
 from pathlib import Path
 
@@ -47,9 +47,9 @@ wildcard_constraints:
     checkpoint="|".join(map(re.escape, ["source", *RECIPES])),
 
 
-def code(rule_name):
-    """Digest of the code that a rule runs: a changed digest reruns it, a comment does not."""
-    return code_digest(Path(workflow.basedir) / f"workflow/scripts/{rule_name}.py")
+def code(script):
+    """Digest of a script and its imports; a comment does not change it."""
+    return code_digest(Path(workflow.basedir) / f"workflow/scripts/{script}.py")
 
 
 def number(name):
@@ -71,11 +71,49 @@ def shards_of(layer):
 
 # Shards of each layer, found once: input functions ask for every job.
 LAYER_SHARDS = {layer: shards_of(layer) for layer in LAYERS}
-HEAD_SHARDS = sorted(
-    {SOURCE.shard_of(name).removesuffix(".safetensors") for name in ("head.weight", "norm.weight")}
+EMBED_SHARD, HEAD_SHARD, NORM_SHARD = (
+    SOURCE.shard_of(f"{name}.weight").removesuffix(".safetensors")
+    for name in ("embed", "head", "norm")
 )
 
 
 def before(layer):
     """The layer whose state a layer starts from; None for the first."""
     return LAYERS[number(layer) - 1] if number(layer) else None
+
+
+def state_before(folder):
+    """Input function: the state after the layer before, none for the first layer."""
+
+    def states(wildcards):
+        last = before(wildcards.layer)
+        return [f"{folder}/{last}.state.safetensors".format(**wildcards)] if last else []
+
+    return states
+
+
+def weights_of(wildcards):
+    """What must be checked before a layer's weights are read: shards, or the whole release."""
+    if wildcards.get("checkpoint", "source") == "source":
+        first = [] if before(wildcards.layer) else [EMBED_SHARD]
+        shards = LAYER_SHARDS[wildcards.layer] + first
+        return expand(rules.verify_shard.output.receipt, shard=shards)
+    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
+
+
+def checkpoint_folder(wildcards):
+    """Folder of the checkpoint that a forward reads."""
+    name = wildcards.get("checkpoint", "source")
+    return settings["source"] if name == "source" else f"{RUN}/release/{name}"
+
+
+def head_of(wildcards):
+    """What must be checked before norm and head are read."""
+    if wildcards.checkpoint == "source":
+        return expand(rules.verify_shard.output.receipt, shard={HEAD_SHARD, NORM_SHARD})
+    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
+
+
+def layers_of_shard(wildcards):
+    """Body layers that a shard holds tensors of."""
+    return [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]

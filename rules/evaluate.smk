@@ -9,7 +9,12 @@ rule score:
         release="<run>/forward/{recipe}/{panel}/hidden.safetensors",
     output:
         table="<run>/scores/{recipe}/{panel}.parquet",
-        summary="<run>/scores/{recipe}/{panel}.json",
+        summary=report(
+            "<run>/scores/{recipe}/{panel}.json",
+            caption="../report/captions/summary.rst",
+            category="Scores",
+            labels={"release": "{recipe}", "panel": "{panel}", "file": "summary"},
+        ),
         record="<run>/provenance/score/{recipe}.{panel}.json",
     log:
         "<run>/logs/score/{recipe}.{panel}.log",
@@ -32,7 +37,12 @@ rule compare:
     input:
         table=rules.score.output.table,
     output:
-        comparison="<run>/compare/{recipe}/{panel}.json",
+        comparison=report(
+            "<run>/compare/{recipe}/{panel}.json",
+            caption="../report/captions/comparison.rst",
+            category="Scores",
+            labels={"release": "{recipe}", "panel": "{panel}", "file": "intervals"},
+        ),
         record="<run>/provenance/compare/{recipe}.{panel}.json",
     log:
         "<run>/logs/compare/{recipe}.{panel}.log",

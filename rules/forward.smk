@@ -2,29 +2,6 @@
 # The forward, one layer a job: captures of the calibration splits, hidden states of the panels.
 
 
-def state_before(folder):
-    """Input function: the state after the layer before, none for the first layer."""
-
-    def states(wildcards):
-        last = before(wildcards.layer)
-        return [f"{folder}/{last}.state.safetensors".format(**wildcards)] if last else []
-
-    return states
-
-
-def weights_of(wildcards):
-    """What must be checked before a layer's weights are read: shards, or the whole release."""
-    if wildcards.get("checkpoint", "source") == "source":
-        return expand(rules.verify_shard.output.receipt, shard=LAYER_SHARDS[wildcards.layer])
-    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
-
-
-def checkpoint_folder(wildcards):
-    """Folder of the checkpoint that a forward reads."""
-    name = wildcards.get("checkpoint", "source")
-    return settings["source"] if name == "source" else f"{RUN}/release/{name}"
-
-
 rule capture:
     input:
         rows="<run>/rows/{split}.safetensors",
@@ -68,13 +45,6 @@ use rule capture as forward with:
         "<run>/benchmarks/forward/{checkpoint}.{panel}.{layer}.tsv"
     message:
         "Run panel {wildcards.panel} through {wildcards.layer} of {wildcards.checkpoint}"
-
-
-def head_of(wildcards):
-    """What must be checked before norm and head are read."""
-    if wildcards.checkpoint == "source":
-        return expand(rules.verify_shard.output.receipt, shard=HEAD_SHARDS)
-    return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
 
 
 rule finish_forward:

@@ -28,7 +28,12 @@ rule freeze_plan:
         manifest=rules.inspect_source.output.manifest,
         ledgers=expand("<run>/encoded/{{recipe}}/{layer}.{block}.json", layer=LAYERS, block=BLOCKS),
     output:
-        plan="<run>/plan/{recipe}.json",
+        plan=report(
+            "<run>/plan/{recipe}.json",
+            caption="../report/captions/plan.rst",
+            category="Plans",
+            labels={"release": "{recipe}"},
+        ),
         record="<run>/provenance/freeze_plan/{recipe}.json",
     log:
         "<run>/logs/freeze_plan/{recipe}.log",
@@ -39,7 +44,6 @@ rule freeze_plan:
     params:
         code=code("freeze_plan"),
         recipe=lambda wildcards: RECIPES[wildcards.recipe],
-        root=RUN,
     message:
         "Freeze the plan of recipe {wildcards.recipe}"
     script:

@@ -3,11 +3,6 @@
 # must not be a declared output, or Snakemake would touch the source's time stamps.
 
 
-def layers_of_shard(wildcards):
-    """Body layers that a shard holds tensors of."""
-    return [layer for layer in LAYERS if wildcards.shard in LAYER_SHARDS[layer]]
-
-
 rule splice_shard:
     input:
         plan=rules.freeze_plan.output.plan,
@@ -33,7 +28,6 @@ rule splice_shard:
         bank=settings["bank_store"],
         layers=lambda wildcards: [number(layer) for layer in layers_of_shard(wildcards)],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
-        root=RUN,
     message:
         "Splice {wildcards.shard} of release {wildcards.recipe}"
     script:
@@ -83,7 +77,6 @@ rule verify_release:
         code=code("verify_release"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
-        root=RUN,
     message:
         "Hold release {wildcards.recipe} against source, plan and ledgers"
     script:

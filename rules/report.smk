@@ -28,11 +28,11 @@ rule report:
         "<run>/benchmarks/report.tsv"
     conda:
         "../envs/cpu.yaml"
-    message:
-        "Write the quality report"
     params:
         code=code("report"),
         run=settings["run"],
         few_tokens=settings["encode"]["min_tokens"],
+    message:
+        "Write the quality report"
     script:
         "../workflow/scripts/report.py"

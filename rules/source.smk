@@ -17,7 +17,6 @@ rule inspect_source:
         "../envs/cpu.yaml"
     params:
         code=code("inspect_source"),
-        source=settings["source"],
     message:
         "Check the headers of the source and list its tensors"
     script:
@@ -39,7 +38,6 @@ rule verify_shard:
         "../envs/cpu.yaml"
     params:
         code=code("verify_shard"),
-        source=settings["source"],
     message:
         "Hash {wildcards.shard} and check that its weights survive the way to bf16 and back"
     script:

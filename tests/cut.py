@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A cut of a checkpoint that still runs: its first layers and experts, for tests of the workflow."""
+"""A cut of a checkpoint that still runs, its first layers and experts: tests of the workflow."""
 
 import re
 import shutil

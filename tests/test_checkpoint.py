@@ -4,8 +4,8 @@ import shutil
 
 import pytest
 import torch
-from cut import cut_checkpoint
 
+from cut import cut_checkpoint
 from trellisbank.checkpoint import INDEX, open_checkpoint
 from trellisbank.errors import CheckpointError, FormatError, TrellisbankError
 from trellisbank.files import read_json, write_json

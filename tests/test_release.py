@@ -231,7 +231,7 @@ def test_two_runs_in_different_folders_give_the_same_bytes_without_paths(run, tm
 def test_a_rerun_over_a_partial_release_ends_in_the_same_bytes(run, copy):
     (copy / BODY[0]).write_bytes(b"half a shard of an older plan")
     (copy / "config.json").unlink()
-    (copy / "inference" / ".model.py.123.tmp").write_text("left by a killed writer")
+    (copy / "inference" / ".model.py.0123456789abcdef.tmp").write_text("left by a killed writer")
     build(run, copy)
     assert snapshot(copy) == snapshot(run.release)
 

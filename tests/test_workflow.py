@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cut import TINY, cut_checkpoint
+
+from cut import cut_checkpoint
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter of the rule of this name."""
 
+from pathlib import Path
+
 from trellisbank.plan.recipe import freeze_recipe
 from trellisbank.provenance.record import run_job
 
@@ -12,7 +14,7 @@ def main(job):
         recipe=job.params.recipe,
         manifest_path=job.input.manifest,
         ledgers=job.input.ledgers,
-        root=job.params.root,
+        root=Path(job.output.plan).parents[1],
         plan_path=job.output.plan,
     )
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Adapter of the rule of this name."""
 
+from pathlib import Path
+
 from trellisbank.bank import Bank
 from trellisbank.checkpoint import open_checkpoint
 from trellisbank.files import read_json, write_json
@@ -18,7 +20,7 @@ def main(job):
         plan,
         model_config(source.config).n_routed_experts,
         job.input.ledgers,
-        job.params.root,
+        Path(job.input.plan).parents[1],
         job.params.layers,
     )
     receipt = splice_shard(

@@ -8,6 +8,8 @@ import errno
 import hashlib
 import json
 import os
+import re
+import secrets
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +21,12 @@ from trellisbank.errors import CheckpointError, TrellisbankError
 
 BLOCK_BYTES = 1 << 22
 JSON_LIMIT_BYTES = 256 << 20
+UNFINISHED = re.compile(r"\..+\.[0-9a-f]{16}\.tmp")
+"""Names of files that a killed writer leaves; they may be removed once no writer runs."""
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
 
 
 @contextlib.contextmanager
@@ -27,14 +35,14 @@ def atomic_write(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[
 
     The bytes are flushed to the disk before the rename, and the folder after it, so that neither a
     killed writer nor a lost power supply leaves a partial file under the final name. The name
-    beside carries the process id: two writers of one path never share it.
+    beside is drawn at random: two writers of one path, even on two hosts, never share it.
 
     Raises:
         OSError: When the disk refuses; the file beside is removed.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    beside = _beside(path)
     encoding = None if "b" in mode else "utf-8"
     try:
         with open(beside, mode, encoding=encoding) as handle:
@@ -172,8 +180,7 @@ def link_or_copy(source: str | os.PathLike[str], target: str | os.PathLike[str])
     target.parent.mkdir(parents=True, exist_ok=True)
     if target.exists() and os.path.samefile(source, target):
         return True
-    beside = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    beside.unlink(missing_ok=True)
+    beside = _beside(target)
     try:
         os.link(source.resolve(), beside)
     except OSError as trouble:

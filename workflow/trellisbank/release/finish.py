@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import os
-import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 from trellisbank.bank import GROUPS, PARTS
 from trellisbank.checkpoint import INDEX, Checkpoint
 from trellisbank.errors import ReleaseError
-from trellisbank.files import atomic_write, sha256_file, write_json
+from trellisbank.files import UNFINISHED, atomic_write, sha256_file, write_json
 from trellisbank.formats.trellis import MARKERS
 from trellisbank.plan.freeze import plan_rates
 from trellisbank.release.splice import DROPPED_PATTERN, TENSORS_PER_EXPERT, body_experts
@@ -280,7 +279,7 @@ def _clear(out: Path, expected: set[str]) -> None:
         name = path.relative_to(out).as_posix()
         if name in expected or (path.is_dir() and not path.is_symlink()):
             continue
-        if re.fullmatch(r"\..+\.\d+\.tmp", path.name):
+        if UNFINISHED.fullmatch(path.name):
             path.unlink()
         else:
             foreign.append(name)

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+import pytest
+import torch
+
+from cut import cut_checkpoint
+from trellisbank.bank import Bank
+from trellisbank.errors import QuantizeError
+from trellisbank.files import read_json, write_json
+from trellisbank.quantize.block import describe_hessians, encode_block
+from trellisbank.quantize.expert import Options
+from trellisbank.safetensors_io import write_tensors
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory):
+    """Layer 0 of a cut checkpoint with captures of two splits; expert 3 gets no token."""
+    folder = tmp_path_factory.mktemp("layer")
+    cut_checkpoint(folder / "source")
+    torch.manual_seed(0)
+    captures = []
+    for split in range(2):
+        captures.append(folder / f"split{split}.safetensors")
+        write_tensors(
+            captures[-1],
+            {
+                "ffn_input": torch.randn(3, 50, 256).bfloat16(),
+                "route_indices": torch.rand(3, 50, 3).argsort(dim=2),
+                "route_weights": torch.rand(3, 50, 3),
+            },
+        )
+    describe_hessians(
+        source=folder / "source",
+        layer=0,
+        captures=captures,
+        down_weighting="none",
+        receipt_path=folder / "hessians.json",
+    )
+    return {
+        "source": folder / "source",
+        "layer": 0,
+        "captures": captures,
+        "hessians_path": folder / "hessians.json",
+        "down_weighting": "none",
+        "min_tokens": 16,
+        "options": Options(),
+        "threads": 1,
+        "experts_per_block": 2,
+    }
+
+
+def encode(layer, tmp_path, wanted, block=0, **changes):
+    """Encode (expert, group, rate) triples; return the ledger's entries."""
+    entries = [{"layer": 0, "expert": e, "group": g, "rate": k} for e, g, k in wanted]
+    write_json(tmp_path / "wanted.json", {"entries": entries})
+    arguments = layer | {"bank": tmp_path / "bank", "block": block} | changes
+    encode_block(
+        wanted_path=tmp_path / "wanted.json", ledger_path=tmp_path / "ledger.json", **arguments
+    )
+    return read_json(tmp_path / "ledger.json")["entries"]
+
+
+def bank_files(tmp_path):
+    return {path: path.stat().st_mtime_ns for path in (tmp_path / "bank").glob("*/*")}
+
+
+def test_hessian_receipt_names_every_expert(layer):
+    receipt = read_json(layer["hessians_path"])
+    places = [(item["expert"], item["group"]) for item in receipt["experts"]]
+    assert places == [(e, g) for e in range(4) for g in ("gate_up", "down")]
+    tokens = {item["expert"]: item["tokens"] for item in receipt["experts"]}
+    assert tokens[3] == 0 and sum(tokens.values()) == 2 * 3 * 50 * 3
+    assert all(item["rank_deficiency"] > 0 for item in receipt["experts"] if item["expert"] == 3)
+
+
+def test_hits_cost_nothing_and_give_the_same_ledger(layer, tmp_path):
+    wanted = [(0, "down", 2), (1, "down", 2)]
+    first = encode(layer, tmp_path, wanted[:1])
+    both = encode(layer, tmp_path, wanted)
+    before = bank_files(tmp_path)
+    # The captures are not even read when all is there.
+    again = encode(layer, tmp_path, wanted, captures=["gone", "gone"])
+    assert again == both and both[:1] == first
+    assert bank_files(tmp_path) == before and len(before) == 2
+    entry = both[0]
+    assert entry["tokens"] > 100 and entry["fallback"] is None
+    assert 0 < entry["matrices"]["w2"]["proxy_error"] < 0.1
+    assert entry["matrices"]["w2"]["stored_bits"] == 8 * (16 * 8 * 64 + 2 * (128 + 256) + 4)
+
+
+def test_bytes_depend_on_neither_block_nor_threads(layer, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    one = encode(layer, tmp_path / "a", [(1, "down", 2)])
+    two = encode(layer, tmp_path / "b", [(1, "down", 2)], experts_per_block=1, block=1, threads=2)
+    assert one == two
+    paths = [Bank(tmp_path / name / "bank").path(one[0]["key"]) for name in "ab"]
+    assert paths[0].read_bytes() == paths[1].read_bytes()
+
+
+def test_every_setting_that_changes_bytes_changes_the_key(layer, tmp_path):
+    keys = {
+        encode(layer, tmp_path, [(3, "down", 2)], block=1, **changes)[0]["key"]
+        for changes in (
+            {},
+            {"min_tokens": 17},
+            {"options": Options(sigma_reg=0.02)},
+            {"options": Options(out_scales=False)},
+            {"options": Options(refit=False)},
+        )
+    }
+    assert len(keys) == 5
+
+
+def test_expert_without_tokens_falls_back_and_says_so(layer, tmp_path):
+    (entry,) = encode(layer, tmp_path, [(3, "down", 2)], block=1)
+    assert entry["tokens"] == 0 and "no calibration rows" in entry["fallback"]
+    assert entry["matrices"]["w2"]["proxy_error"] is None
+    assert 0 < entry["matrices"]["w2"]["relative_frobenius"] < 0.5
+
+
+def test_captures_of_another_run_are_refused(layer, tmp_path):
+    with pytest.raises(QuantizeError, match="hessians rule"):
+        encode(layer, tmp_path, [(0, "down", 2)], captures=layer["captures"][::-1])
+    with pytest.raises(QuantizeError, match="down_weighting route"):
+        encode(layer, tmp_path, [(0, "down", 2)], down_weighting="route")
+    assert not (tmp_path / "ledger.json").exists()
