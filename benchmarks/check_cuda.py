@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a CUDA device gives against what it should give: exllamav3's encoder and the forward.
 
-    .venv/bin/python benchmarks/check_cuda.py encoder --golden golden_c1.safetensors --out check.json
-    .venv/bin/python benchmarks/check_cuda.py tiny --captures results/tiny/captures/split0/L03.safetensors \\
-        --ledger results/tiny/encoded/base/L03.B00.json --out tiny.json
-    .venv/bin/python benchmarks/check_cuda.py forward --out forward.json
+    python benchmarks/check_cuda.py encoder --golden golden_c1.safetensors --out check.json
+    python benchmarks/check_cuda.py tiny --out tiny.json --ledger LEDGER --captures FILE FILE
+    python benchmarks/check_cuda.py forward --out forward.json
 
-encoder: bytes recorded from exllamav3 with seed 0 (16 matrices), our decoder against its own, and the
-same expert alone, in a full group and again. tiny: a layer of the shipped checkpoint, whose CPU
-encoding is in the ledger. forward: each layer of the recorded model from the recorded state before it.
+encoder: bytes recorded from exllamav3 with seed 0 (16 matrices), records of Hessians, our decoders
+against exllamav3's, and one expert alone, in a full group and again. tiny: a layer of the shipped
+checkpoint, from a run on a CPU: `results/tiny/encoded/{recipe}/L03.B00.json` and
+`results/tiny/captures/split{0,1}/L03.safetensors`. forward: each layer of the recorded model from
+the recorded state before it.
 """
 
 import argparse

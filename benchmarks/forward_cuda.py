@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One layer of release size on a CUDA device: seconds, memory, share of the matmul peak, breakdown.
+"""One layer of release size on a CUDA device: seconds, memory, share of the matmul peak, parts.
 
-    .venv/bin/python benchmarks/forward_cuda.py --layer 2 --rows 192 --out forward.json
+    python benchmarks/forward_cuda.py --layer 2 --rows 192 --out forward.json
 
-Weights and stream are random; experts are dequantized from MXFP4 codes on the device each time, as in
-a run, but only eight different ones are held. Reading files is not counted. Floating-point operations
-are counted from the shapes: linear maps, attention over the gathered keys, index scores.
+Weights and stream are random; experts are dequantized from MXFP4 codes on the device each time, as
+in a run, but only eight different ones are held. Reading files is not counted. Floating-point
+operations are counted from the shapes: linear maps, attention over the gathered keys, index scores.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from trellisbank.formats import mxfp4
-from trellisbank.model import forward
+from trellisbank.model import attention, forward
 from trellisbank.model.config import model_config
 from trellisbank.model.state import State
 from trellisbank.model.weights import layer_tensors
@@ -165,8 +165,11 @@ def main():
 
     for name, part in PARTS.items():
         setattr(forward, name, timed(getattr(forward, name), part))
+    attention.attend = timed(attention.attend, "of attention: gathered keys")
+    attention._publish = timed(attention._publish, "of attention: compression and index")
     for layer in options.layer:
         weights, experts = random_layer(cfg, layer)
+        experts = timed(experts, "of experts: dequantizing")
         shape = (options.rows, options.length, cfg.hc_mult)
         stream = torch.empty(*shape, cfg.hidden_size, dtype=torch.bfloat16, device="cuda")
         for row in stream:

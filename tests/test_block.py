@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -6,6 +8,7 @@ from cut import cut_checkpoint
 from trellisbank.bank import Bank
 from trellisbank.errors import QuantizeError
 from trellisbank.files import read_json, write_json
+from trellisbank.quantize import block
 from trellisbank.quantize.block import describe_hessians, encode_block
 from trellisbank.quantize.expert import Options
 from trellisbank.safetensors_io import write_tensors
@@ -43,6 +46,7 @@ def layer(tmp_path_factory):
         "down_weighting": "none",
         "min_tokens": 16,
         "options": Options(),
+        "backend": "cpu",
         "threads": 1,
         "experts_per_block": 2,
     }
@@ -124,3 +128,36 @@ def test_captures_of_another_run_are_refused(layer, tmp_path):
     with pytest.raises(QuantizeError, match="down_weighting route"):
         encode(layer, tmp_path, [(0, "down", 2)], down_weighting="route")
     assert not (tmp_path / "ledger.json").exists()
+
+
+def test_drawing_ahead_changes_neither_bytes_nor_errors(layer, tmp_path, monkeypatch):
+    wanted = [(0, "gate_up", 2), (1, "gate_up", 2)]
+    plain = encode(layer, tmp_path / "a", wanted)
+    choose = block.choose_backend
+    monkeypatch.setattr(block, "choose_backend", lambda *a: replace(choose(*a), ahead=3))
+    assert encode(layer, tmp_path / "b", wanted) == plain
+
+    def broken(*_):
+        raise QuantizeError("no Hessian today")
+
+    monkeypatch.setattr(block, "expert_hessians", broken)
+    with pytest.raises(QuantizeError, match="no Hessian today"):
+        encode(layer, tmp_path / "c", wanted)
+
+
+def test_what_was_encoded_before_an_error_stays(layer, tmp_path, monkeypatch):
+    choose = block.choose_backend
+
+    def halting(*arguments):
+        backend = choose(*arguments)
+
+        def encode_one(works):
+            yield next(backend.encode(works))
+            raise QuantizeError("interrupted")
+
+        return replace(backend, encode=encode_one)
+
+    monkeypatch.setattr(block, "choose_backend", halting)
+    with pytest.raises(QuantizeError, match="interrupted"):
+        encode(layer, tmp_path, [(0, "down", 2), (1, "down", 2)])
+    assert len(bank_files(tmp_path)) == 1

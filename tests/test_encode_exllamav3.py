@@ -21,7 +21,7 @@ from trellisbank.quantize.expert import Options, Work, encode_group, random_sign
 from trellisbank.quantize.hessian import Hessian, accumulate, empty
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 
-K, N, RATE = 256, 128, 2
+K, N, RATE = 128, 128, 2
 
 
 class StandIn:
@@ -88,8 +88,8 @@ def work(expert, tokens=600, group=("w1", "w3"), rate=RATE):
     return Work(f"layers.3.ffn.experts.{expert}", weights, hessian, rate)
 
 
-def encode(works, options=Options(), min_tokens=16):
-    found = list(encode_exllamav3.encode_many(iter(works), options, min_tokens))
+def encode(works):
+    found = list(encode_exllamav3.encode_many(iter(works), Options(), 16))
     return {(w.stem, w.rate): matrices for w, matrices in found}
 
 

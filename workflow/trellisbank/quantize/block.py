@@ -170,7 +170,7 @@ def encode_block(
     absent = [(k, entry) for k, entry in zip(keys, wanted, strict=True) if not store.has(k)]
     hits = len(wanted) - len(absent)
     if absent:
-        mapped = _checked_captures(captures, receipt["captures"])
+        mapped = map_captures(captures)
 
         def works() -> Iterator[Missing]:
             for expert, own in groupby(absent, key=lambda item: item[1]["expert"]):
@@ -188,10 +188,14 @@ def encode_block(
                     )
 
         with ThreadPoolExecutor(1) as writer:
+            # Ahead of the first write, which waits for it.
+            check = writer.submit(_check_captures, captures, receipt["captures"])
             writes: list[Future[None]] = []
             for work, encoded in encoder.encode(_ahead(works(), encoder.ahead)):
                 assert isinstance(work, Missing)
-                writes.append(writer.submit(_put, store, work, encoded))
+                writes.append(writer.submit(_put, check, store, work, encoded))
+                if check.done():
+                    check.result()
                 progress(
                     f"layer {layer}: expert {work.entry['expert']}, {hits + len(writes)} of "
                     f"{len(wanted)} ({hits} hits)"
@@ -222,7 +226,10 @@ def _ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
             yield item  # type: ignore[misc]
 
 
-def _put(store: Bank, work: Missing, encoded: dict[str, EncodedMatrix]) -> None:
+def _put(
+    check: Future[None], store: Bank, work: Missing, encoded: dict[str, EncodedMatrix]
+) -> None:
+    check.result()
     entry = work.entry | _measured(work.key, work.hessian, encoded)
     store.put(work.key, _tensors(encoded), entry)
 
@@ -246,7 +253,7 @@ def _matrix_hash(hessian: Hessian) -> str:
     return blake3(tensor_bytes(hessian.matrix.cpu())).hexdigest()
 
 
-def _checked_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> list[Capture]:
+def _check_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> None:
     for path, expected in zip(paths, hashes, strict=True):
         found = blake3_file(path)
         if found != expected:
@@ -257,7 +264,6 @@ def _checked_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> list[
                 found=f"blake3 {found}",
                 fix="run the hessians rule of this layer again",
             )
-    return map_captures(paths)
 
 
 def _weights(
