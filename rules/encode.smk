@@ -37,3 +37,27 @@ rule encode:
         "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"
     script:
         "../workflow/scripts/encode.py"
+
+
+rule probe_grid:
+    input:
+        weights=expand(rules.verify_shard.output.receipt, shard=SHARDS),
+    output:
+        probe="<run>/probe/grid.json",
+        record="<run>/provenance/probe_grid/grid.json",
+    log:
+        "<run>/logs/probe_grid.log",
+    benchmark:
+        "<run>/benchmarks/probe_grid.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["encode"]["threads"]
+    message:
+        "Trellis error of weights on the FP4 grid beside a Gaussian control"
+    params:
+        code=code("probe_grid"),
+        source=settings["source"],
+        layers=list(range(MODEL.num_hidden_layers)),
+        rates=[2, 3, 4, 5],
+    script:
+        "../workflow/scripts/probe_grid.py"

@@ -85,6 +85,13 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("input", type=Path, help="safetensors with trellis, suh, svh, mul1")
     added.add_argument("output", type=Path, help="gets inner (fp16) and weight (fp32), (in, out)")
 
+    added = command("compare", _compare, "Compare two encodings of one layer on the same rows.")
+    added.add_argument("source", type=Path, help="folder of the source")
+    added.add_argument("first", type=Path, help="folder of one release")
+    added.add_argument("second", type=Path, help="folder of the other")
+    added.add_argument("captures", type=Path, nargs="+", help="captures of the layer")
+    added.add_argument("--layer", type=int, required=True, help="body layer of the captures")
+
     added = command("score", _score, "Compare two checkpoints on the same rows, KL(A || B).")
     added.add_argument("a", type=Path, help="folder of the source")
     added.add_argument("b", type=Path, help="folder of the release")
@@ -148,21 +155,35 @@ def _decode(options: argparse.Namespace) -> None:
     decode_file(options.input, options.output)
 
 
+def _compare(options: argparse.Namespace) -> None:
+    from trellisbank.quantize.compare import compare_encodings
+
+    compared = compare_encodings(
+        source=options.source,
+        first=options.first,
+        second=options.second,
+        layer=options.layer,
+        captures=options.captures,
+        progress=_progress,
+    )
+    print(json.dumps(compared, indent=1))
+
+
 def _score(options: argparse.Namespace) -> None:
     from trellisbank.evaluate.scores import score_files
-    from trellisbank.model.forward import forward_files
+    from trellisbank.model.streamed import forward_rows
 
     options.out.mkdir(parents=True, exist_ok=True)
-    # States of all layers are bulky and of no further use; the final hidden states are kept.
     with tempfile.TemporaryDirectory(dir=options.out) as scratch:
-        finals = []
-        for label, checkpoint in (("a", options.a), ("b", options.b)):
-            _progress(f"forward of {checkpoint}")
-            folder = Path(scratch) / label
-            forward_files(
-                checkpoint, options.rows, folder, device=options.device, progress=_progress
+        finals = [Path(scratch) / f"{label}.safetensors" for label in "ab"]
+        for checkpoint, final in zip((options.a, options.b), finals, strict=True):
+            forward_rows(
+                checkpoint=checkpoint,
+                rows=options.rows,
+                hidden=final,
+                device=options.device,
+                progress=_progress,
             )
-            finals.append(folder / "final.safetensors")
         summary = score_files(
             finals[0],
             options.a,

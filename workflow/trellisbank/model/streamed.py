@@ -2,11 +2,12 @@
 """The forward as the workflow runs it: one layer of one set of rows a job, state by state."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
-from trellisbank.checkpoint import open_checkpoint
+from trellisbank.checkpoint import Checkpoint, open_checkpoint
 from trellisbank.errors import ForwardError
 from trellisbank.files import write_json
 from trellisbank.model.config import ModelConfig, model_config
@@ -102,8 +103,44 @@ def finish_rows(
     """
     opened = open_checkpoint(checkpoint)
     cfg = model_config(opened.config)
-    ids = read_ids(rows)
     last = _state_after(cfg.num_hidden_layers - 1, state, cfg, device)
-    norm, head = (load_shared(opened, cfg, name, device) for name in ("norm", "head"))
-    final_hidden, nll = finish(cfg, last, ids, norm, head)
-    write_tensors(hidden, {"final_hidden": final_hidden, "nll": nll})
+    _write_hidden(opened, cfg, last, read_ids(rows), hidden, device)
+
+
+@torch.inference_mode()
+def forward_rows(
+    *,
+    checkpoint: Pathlike,
+    rows: Pathlike,
+    hidden: Pathlike,
+    device: str = "cpu",
+    progress: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Run rows through all layers in memory and write what `finish_rows` writes; no state is kept.
+
+    Raises:
+        CheckpointError: The checkpoint cannot be read.
+        ForwardError: Rows that the model has no answer for.
+    """
+    opened = open_checkpoint(checkpoint)
+    cfg = model_config(opened.config)
+    ids = read_ids(rows)
+    check_rows(cfg, ids, Path(rows))
+    state = first_state(cfg, ids, load_shared(opened, cfg, "embed", device))
+    for layer in range(cfg.num_hidden_layers):
+        state, _ = advance(opened, cfg, layer, ids, state)
+        progress(f"{opened.path.name}: layer {layer + 1} of {cfg.num_hidden_layers}")
+    _write_hidden(opened, cfg, state, ids, hidden, device)
+
+
+def _write_hidden(
+    checkpoint: Checkpoint,
+    cfg: ModelConfig,
+    state: State,
+    ids: torch.Tensor,
+    path: Pathlike,
+    device: str,
+) -> None:
+    norm, head = (load_shared(checkpoint, cfg, name, device) for name in ("norm", "head"))
+    final_hidden, nll = finish(cfg, state, ids, norm, head)
+    write_tensors(path, {"final_hidden": final_hidden, "nll": nll})
