@@ -2,14 +2,15 @@
 """What a CUDA device gives against what it should give: exllamav3's encoder and the forward.
 
     python benchmarks/check_cuda.py encoder --golden golden_c1.safetensors --out check.json
+    python benchmarks/check_cuda.py policies --out policies.json
     python benchmarks/check_cuda.py tiny --out tiny.json --ledger LEDGER --captures FILE FILE
     python benchmarks/check_cuda.py forward --out forward.json
 
 encoder: bytes recorded from exllamav3 with seed 0 (16 matrices), records of Hessians, our decoders
-against exllamav3's, and one expert alone, in a full group and again. tiny: a layer of the shipped
-checkpoint, from a run on a CPU: `results/tiny/encoded/{recipe}/L03.B00.json` and
-`results/tiny/captures/split{0,1}/L03.safetensors`. forward: each layer of the recorded model from
-the recorded state before it.
+against exllamav3's, one expert alone, in a full group and again, and policies: unusable Hessians.
+tiny: a layer of the shipped checkpoint, from a run on a CPU: `results/tiny/encoded/{recipe}` and
+`results/tiny/captures/split{0,1}` hold its ledger and captures. forward: each layer of the recorded
+model from the recorded state before it.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from trellisbank.model.config import model_config
 from trellisbank.quantize import encode_exllamav3 as encoder
 from trellisbank.quantize.block import map_captures
 from trellisbank.quantize.decode_torch import decode_inner
-from trellisbank.quantize.expert import Options, Work
+from trellisbank.quantize.expert import Options, Work, encode_group
 from trellisbank.quantize.hessian import Hessian, expert_hessians
 from trellisbank.safetensors_io import read_file
 
@@ -170,6 +171,46 @@ def neighbours(size=(1280, 768), rate=3):
     }
 
 
+def policies(k=256, n=128, rate=3):
+    """What cannot be encoded with feedback: reasons, and errors over those of the CPU encoder."""
+    generator = torch.Generator("cuda").manual_seed(2)
+    x = torch.randn(600, k, generator=generator, device="cuda")
+    good, few = x.T @ x, x[:3].T @ x[:3]
+    broken = good.clone()
+    broken[3, 3] = float("nan")
+    indefinite = torch.eye(k, device="cuda") - 0.5 * torch.ones(k, k, device="cuda")
+    weight = torch.randn(k, n, generator=generator, device="cuda").bfloat16()
+    cases = {
+        "usable": (weight, good, 600),
+        "few": (weight, few, 3),
+        "none": (weight, torch.zeros_like(good), 0),
+        "not finite": (weight, broken, 600),
+        "indefinite": (weight, indefinite, 600),
+        "zeros": (torch.zeros_like(weight), good, 600),
+    }
+    works = [Work(name, {"w2": w}, Hessian(h, c), rate) for name, (w, h, c) in cases.items()]
+    found = encode(works, 16, 16)
+    rows = {}
+    for work in works:
+        ours = found[work.stem, "w2"]
+        h = work.hessian
+        theirs = encode_group(
+            {"w2": work.weights["w2"].cpu()},
+            h.matrix.cpu(),
+            h.count,
+            rate,
+            work.stem,
+            min_tokens=16,
+        )["w2"]
+        rows[work.stem] = {
+            "fallback": ours.fallback,
+            "same_reason": (ours.fallback, ours.notes) == (theirs.fallback, theirs.notes),
+            "relative_frobenius": [ours.relative_frobenius, theirs.relative_frobenius],
+            "proxy_error": [ours.proxy_error, theirs.proxy_error],
+        }
+    return rows
+
+
 def tiny(checkpoint, captures, ledger):
     """Proxy errors of a layer: CUDA over CPU."""
     source = open_checkpoint(checkpoint)
@@ -281,7 +322,7 @@ def forward(recorded):
 def main():
     """Write one JSON file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=["encoder", "tiny", "forward"])
+    parser.add_argument("what", choices=["encoder", "policies", "tiny", "forward"])
     parser.add_argument("--golden", help="safetensors with recorded encodings (exllamav3, seed 0)")
     parser.add_argument("--recorded", help="safetensors with all rows of the recorded forward")
     parser.add_argument("--captures", nargs="+")
@@ -292,7 +333,9 @@ def main():
     if options.what == "encoder":
         encoder.load()
         result = {"records": records(options.golden), "golden": golden(options.golden)}
-        result |= {"decoder": decoder(), "neighbours": neighbours()}
+        result |= {"decoder": decoder(), "neighbours": neighbours(), "policies": policies()}
+    elif options.what == "policies":
+        result = policies()
     elif options.what == "tiny":
         result = tiny(ROOT / "resources/tiny/checkpoint", options.captures, options.ledger)
     else:

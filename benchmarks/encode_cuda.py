@@ -11,6 +11,7 @@ the same group with Hessians and factors at hand and nothing else going on.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from datetime import datetime
@@ -186,6 +187,30 @@ def alone(folder, rate):
     return stages
 
 
+def one_by_one(folder, rate):
+    """The peer: exllamav3's plain function, a matrix a call, its own Hessians and signs."""
+    checkpoint = open_checkpoint(folder)
+    mapped = block.map_captures([folder / "captures.safetensors"])
+    cfg = block.model_config(checkpoint.config)
+    single, _ = load()
+    seconds = []
+    for expert in range(2):
+        weights = block._weights(checkpoint, 0, expert, "cuda")
+        hessians = block._hessians(cfg, expert, weights, mapped, "none")
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for group, names in block.GROUPS.items():
+            h = hessians[group]
+            record = {"H": h.matrix, "count": h.count, "finalized": False, "first_key": ""}
+            for name in names:
+                arguments = {"K": rate, "mul1": True, "seed": 0, "devices": [h.matrix.device]}
+                arguments |= {"sigma_reg": 0.025, "apply_out_scales": True}
+                single(weights[name].T.float().contiguous(), record, arguments, False)
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds[-1]
+
+
 def tiles(rate):
     """Tiles a second of the raw kernel, by tiles a call."""
     from exllamav3.modules.quant.exl3_lib.quantize import quantize_tiles
@@ -211,7 +236,7 @@ def main():
     """Write the figures as JSON."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rates", type=int, nargs="+", default=[3, 4])
-    parser.add_argument("--experts", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=48, help="0: tiles only")
     parser.add_argument("--again", action="store_true", help="a second run at the first rate")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
@@ -226,6 +251,8 @@ def main():
         "group": encoder.GROUP,
         "tiles_a_second": {},
         "alone_an_expert": {},
+        "one_by_one_an_expert": {},
+        "fast_kernel": os.environ.get("EXL3_QT_OPTIMIZED"),
         "encode_block": [],
     }
 
@@ -234,6 +261,11 @@ def main():
 
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
+        for rate in options.rates:
+            result["tiles_a_second"][rate] = tiles(rate)
+            save()
+        if not options.experts:
+            return
         start = time.perf_counter()
         make_source(folder, options.experts)
         print(f"made in {time.perf_counter() - start:.1f} s", flush=True)
@@ -242,14 +274,12 @@ def main():
         size = (folder / "captures.safetensors").stat().st_size
         result["captures_hash_gb_a_second"] = size / 1e9 / (time.perf_counter() - start)
         for rate in options.rates:
-            result["tiles_a_second"][rate] = tiles(rate)
-            save()
-        for rate in options.rates:
             result["encode_block"].append(whole(folder, options.experts, rate, 0))
             save()
             print(result["encode_block"][-1], flush=True)
             if options.experts >= encoder.GROUP:
                 result["alone_an_expert"][rate] = alone(folder, rate)
+                result["one_by_one_an_expert"][rate] = one_by_one(folder, rate)
                 save()
                 print(result["alone_an_expert"], flush=True)
         if options.again:
