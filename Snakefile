@@ -5,7 +5,8 @@ from snakemake.utils import min_version
 min_version("9.27.1")
 
 
-if "source" not in config:
+# A file named on the command line stands alone; merged into this one it would inherit its panels.
+if not workflow.configfiles:
 
     configfile: "config/config.yaml"
 
@@ -29,6 +30,12 @@ rule all:
     default_target: True
     input:
         rules.report.output.page,
+
+
+rule captures:
+    input:
+        expand(rules.capture.output.capture, split=SPLITS, layer=LAYERS),
+        expand(rules.hessians.output.receipt, layer=LAYERS),
 
 
 rule release:

@@ -9,13 +9,15 @@ from trellisbank.checkpoint import open_checkpoint
 from trellisbank.errors import TrellisbankError
 from trellisbank.model.config import model_config
 from trellisbank.provenance.digest import code_digest
-from trellisbank.rows import find_texts
-from trellisbank.settings import load_settings
+from trellisbank.rows import find_texts, start_token
+from trellisbank.settings import check_windows, load_settings
 
 try:
     settings = load_settings(config, Path(workflow.basedir) / "config/schema.yaml", "configuration")
     SOURCE = open_checkpoint(settings["source"])
     MODEL = model_config(SOURCE.config)
+    SEPARATOR = start_token(SOURCE)
+    check_windows(settings, MODEL.max_position_embeddings)
     CALIBRATION_TEXTS = find_texts(settings["calibration"]["texts"])
     PANEL_TEXTS = {name: find_texts(panel["texts"]) for name, panel in settings["panels"].items()}
 except TrellisbankError as trouble:
@@ -57,20 +59,16 @@ def number(name):
     return int(re.sub(r"\D", "", name))
 
 
-def shards_of(layer):
-    """Shards that hold tensors of a body layer."""
-    prefix = f"layers.{number(layer)}."
-    return sorted(
-        {
-            shard.removesuffix(".safetensors")
-            for name, shard in SOURCE.weight_map.items()
-            if name.startswith(prefix)
-        }
-    )
+def layer_shards():
+    """Shards that hold tensors of each body layer, from one pass over the index."""
+    found = {layer: set() for layer in LAYERS}
+    for name, shard in SOURCE.weight_map.items():
+        if name.startswith("layers."):
+            found[f"L{int(name.split('.')[1]):02d}"].add(shard.removesuffix(".safetensors"))
+    return {layer: sorted(shards) for layer, shards in found.items()}
 
 
-# Shards of each layer, found once: input functions ask for every job.
-LAYER_SHARDS = {layer: shards_of(layer) for layer in LAYERS}
+LAYER_SHARDS = layer_shards()
 EMBED_SHARD, HEAD_SHARD, NORM_SHARD = (
     SOURCE.shard_of(f"{name}.weight").removesuffix(".safetensors")
     for name in ("embed", "head", "norm")

@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-# Wanted experts into the bank. What is there already costs a look-up.
+# Wanted experts into the bank. What is there already costs reading its weights for their hash.
 
 
 rule encode:
     input:
         wanted="<run>/wanted/{recipe}/{layer}.json",
         hessians=rules.hessians.output.receipt,
-        captures=rules.hessians.input.captures,
         weights=lambda wildcards: expand(
             rules.verify_shard.output.receipt, shard=LAYER_SHARDS[wildcards.layer]
         ),
@@ -24,6 +23,10 @@ rule encode:
         code=code("encode"),
         source=settings["source"],
         bank=settings["bank_store"],
+        # Not an input: a capture that is gone must not encode again what the bank holds.
+        captures=lambda wildcards: [
+            f"{RUN}/captures/{split}/{wildcards.layer}.safetensors" for split in SPLITS
+        ],
         layer=lambda wildcards: number(wildcards.layer),
         block=lambda wildcards: number(wildcards.block),
         experts_per_block=settings["encode"]["experts_per_block"],
@@ -52,12 +55,12 @@ rule probe_grid:
     conda:
         "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
-    message:
-        "Trellis error of weights on the FP4 grid beside a Gaussian control"
     params:
         code=code("probe_grid"),
         source=settings["source"],
         layers=list(range(MODEL.num_hidden_layers)),
         rates=[2, 3, 4, 5],
+    message:
+        "Trellis error of weights on the FP4 grid beside a Gaussian control"
     script:
         "../workflow/scripts/probe_grid.py"

@@ -35,6 +35,6 @@ rule clean_captures:
     params:
         folder=f"{RUN}/captures",
     message:
-        "Remove the captures; a later recipe with new rates makes them again"
+        "Remove the captures; the target `captures` makes them again"
     shell:
-        "rm -rf {params.folder:q} > {log} 2>&1"
+        "rm -rf {params.folder:q} > {log:q} 2>&1"

@@ -21,7 +21,7 @@ rule build_rows:
         window=CALIBRATION["window"],
         windows=CALIBRATION["windows"],
         part=lambda wildcards: [number(wildcards.split), len(SPLITS)],
-        separator=SOURCE.config["bos_token_id"],
+        separator=SEPARATOR,
     message:
         "Cut the texts of {wildcards.split} into windows of tokens"
     script:
@@ -46,6 +46,6 @@ use rule build_rows as build_panel with:
         window=lambda wildcards: PANELS[wildcards.panel]["window"],
         windows=lambda wildcards: PANELS[wildcards.panel]["windows"],
         part=[0, 1],
-        separator=SOURCE.config["bos_token_id"],
+        separator=SEPARATOR,
     message:
         "Cut the texts of panel {wildcards.panel} into windows of tokens"

@@ -44,8 +44,17 @@ def test_json_comes_back_and_its_digest_ignores_order(tmp_path):
 
 @pytest.mark.parametrize(
     "text",
-    [b'{"a": NaN}', b'{"a": 1, "a": 2}', b"[1]", b"{", b"\xff{}", b"[" * 100_000, b'{"a": 1} x'],
-    ids=["nan", "twice", "no object", "cut", "not utf-8", "deep", "more"],
+    [
+        b'{"a": NaN}',
+        b'{"a": 1, "a": 2}',
+        b"[1]",
+        b"{",
+        b"\xff{}",
+        b"[" * 100_000,
+        b'{"a": 1} x',
+        b'{"a": 1e999}',
+    ],
+    ids=["nan", "twice", "no object", "cut", "not utf-8", "deep", "more", "too large"],
 )
 def test_json_that_is_refused(tmp_path, text):
     path = tmp_path / "x.json"

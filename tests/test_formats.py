@@ -92,3 +92,19 @@ def test_shapes_that_do_not_fit():
         mxfp4.dequantize(torch.zeros(2, 16, dtype=torch.int8), torch.zeros(2, 2).byte())
     with pytest.raises(FormatError, match="scales do not fit"):
         fp8_block.dequantize(torch.zeros(33, 32).to(torch.float8_e4m3fn), torch.ones(1, 1).byte())
+
+
+@pytest.mark.parametrize(
+    ("codes", "scales"),
+    [
+        (torch.zeros(16, dtype=torch.int8), torch.zeros(1, 1, dtype=torch.uint8)),
+        (torch.zeros(1, 16, dtype=torch.int8), torch.zeros(1, 1)),
+        (torch.zeros(1, 16), torch.zeros(1, 1, dtype=torch.uint8)),
+        (torch.zeros(1, 0, dtype=torch.int8), torch.zeros(1, 0, dtype=torch.uint8)),
+    ],
+    ids=["one axis", "fp32 scales", "fp32 codes", "empty"],
+)
+def test_tensors_of_another_kind(codes, scales):
+    for decode in (mxfp4.dequantize, fp8_block.dequantize):
+        with pytest.raises(FormatError, match="wrong dtype or shape"):
+            decode(codes, scales)

@@ -73,6 +73,9 @@ def test_layer_kinds_of_the_release() -> None:
         ({"engram_num_embeddings": [1362]}, "engram_num_embeddings"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling"),
         ({"rope_scaling": None}, "rope_scaling"),
+        ({"rms_norm_eps": -1e-6}, "rms_norm_eps"),
+        ({"rope_theta": 10**400}, "rope_theta"),
+        ({"compress_rope_theta": 0}, "compress_rope_theta"),
     ],
 )
 def test_refuses(text: dict[str, Any], part: str) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from model_a import LAYERS, checkpoint, config, golden
-from trellisbank.errors import CheckpointError, ForwardError
+from trellisbank.errors import CheckpointError, ForwardError, TrellisbankError
 from trellisbank.model.engram import compressed_tokens, hash_ids
 from trellisbank.model.forward import (
     State,
@@ -267,15 +267,15 @@ def test_rows_of_one_token(tmp_path: Path) -> None:
         (torch.tensor([[1, 1024]]), "outside the vocabulary"),
         (torch.tensor([[-1, 3]]), "outside the vocabulary"),
         (torch.zeros(1, 4097, dtype=torch.int64), "longer than"),
-        (torch.zeros(3, dtype=torch.int64), "wrong form"),
+        (torch.zeros(3, dtype=torch.int64), "no token ids"),
         (torch.zeros(0, 5, dtype=torch.int64), "wrong form"),
-        (torch.zeros(1, 5, dtype=torch.int32), "wrong form"),
+        (torch.zeros(1, 5, dtype=torch.int32), "no token ids"),
     ],
 )
 def test_rows_that_are_refused(tmp_path: Path, ids: Tensor, part: str) -> None:
     path = tmp_path / "rows.safetensors"
     write_tensors(path, {"input_ids": ids})
-    with pytest.raises(ForwardError, match=part) as caught:
+    with pytest.raises(TrellisbankError, match=part) as caught:
         forward_files(checkpoint().path, path, tmp_path)
     assert {"file", "expected", "found", "fix"} <= set(caught.value.fields)
 

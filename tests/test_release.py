@@ -24,13 +24,13 @@ from synthetic import (
 )
 from trellisbank import files, safetensors_io
 from trellisbank.bank import Bank
-from trellisbank.checkpoint import open_checkpoint
+from trellisbank.checkpoint import companions, open_checkpoint
 from trellisbank.errors import CheckpointError, FormatError, ReleaseError
 from trellisbank.files import read_json, write_json
 from trellisbank.plan.freeze import freeze, planned_entries
 from trellisbank.plan.layouts import Wanted, cuda_exl3_slots, wanted_entries
 from trellisbank.plan.solve import uniform
-from trellisbank.release.finish import companions, finish_release
+from trellisbank.release.finish import finish_release
 from trellisbank.release.splice import splice_shard
 from trellisbank.release.verify import refuse_findings, verify_release
 from trellisbank.safetensors_io import read_header, read_tensor, write_tensors
@@ -283,9 +283,24 @@ def test_links_out_of_the_source_are_refused(tmp_path):
     secret.write_text("not part of the checkpoint")
     for target in (secret, tmp_path, source.path / "missing"):
         (source.path / "outside").symlink_to(target)
-        with pytest.raises(ReleaseError, match="cannot copy"):
+        with pytest.raises(CheckpointError, match="cannot copy"):
             companions(source)
         (source.path / "outside").unlink()
+
+
+def test_a_download_cache_of_links_is_taken(tmp_path):
+    """Every file of a snapshot is a link into the folder of blobs beside the snapshots."""
+    plain = make_checkpoint(tmp_path / "plain")
+    snapshot = tmp_path / "models/snapshots/0123"
+    snapshot.mkdir(parents=True)
+    (tmp_path / "models/blobs").mkdir()
+    for number, path in enumerate(sorted(plain.path.glob("*.*"))):
+        path.rename(tmp_path / f"models/blobs/{number}")
+        (snapshot / path.name).symlink_to(f"../../blobs/{number}")
+    assert companions(open_checkpoint(snapshot)) == ["tokenizer.json"]
+    (snapshot / "up").symlink_to("../../../secret")
+    with pytest.raises(CheckpointError, match="cannot copy"):
+        companions(open_checkpoint(snapshot))
 
 
 def test_a_missing_or_damaged_bank_file_leaves_no_shard(run, tmp_path):

@@ -68,6 +68,14 @@ def test_windows_that_share_text_are_dropped_and_counted(tmp_path, texts):
     assert receipt["windows"][0]["first_token"] > 0  # text a begins as text c does
 
 
+def test_short_windows_are_compared_at_their_own_length(tmp_path, texts):
+    build(tmp_path, "calibration", [texts["c"]], window=16, windows=5)
+    exclude = {"calibration": tmp_path / "calibration.safetensors"}
+    _, receipt = build(tmp_path, "panel", [texts["a"]], windows=40, exclude=exclude)
+    assert receipt["shared_ngram_tokens"] == 16
+    assert receipt["dropped_for_shared_ngrams"]["calibration"] > 0
+
+
 def test_too_few_windows_says_what_to_do(tmp_path, texts):
     with pytest.raises(ConfigError, match="lower `windows`"):
         build(tmp_path, "rows", [texts["c"]], windows=10_000)

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from trellisbank.errors import ConfigError
-from trellisbank.settings import load_settings
+from trellisbank.settings import check_windows, load_settings
 
 CONFIG = Path(__file__).parents[1] / "config"
 GOOD = yaml.safe_load((CONFIG / "config.yaml").read_text())
@@ -77,6 +77,12 @@ def changed(path, value):
         (["calibration", "splits"], 65, "calibration.splits"),
         (["run"], "a/b", "run"),
         (["evaluate"], {"confidence": 1.0}, "evaluate.confidence"),
+        (["recipes"], {3: {"method": "uniform", "average_rate": 3}}, "recipes.3"),
+        (["recipes", "K3", "average_rate"], float("nan"), "recipes.K3.average_rate"),
+        (["panels", "code", "windows"], 1, "panels.code.windows"),
+        (["run"], "bank", "run"),
+        (["results"], "res{ults}", "results"),
+        (["bank_store"], "resources/tiny/checkpoint/bank", "bank_store"),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(path, value, key):
@@ -91,3 +97,9 @@ def test_missing_key():
     del config["source"]
     with pytest.raises(ConfigError, match="source"):
         load(config)
+
+
+def test_windows_longer_than_the_model():
+    with pytest.raises(ConfigError, match=r"panels\.prose\.window"):
+        settings = load(changed(["panels", "prose", "window"], 4097))
+        check_windows(settings, 4096)

@@ -15,7 +15,7 @@ def main(job):
         experts_per_block=job.params.experts_per_block,
         wanted_path=job.input.wanted,
         hessians_path=job.input.hessians,
-        captures=job.input.captures,
+        captures=job.params.captures,
         bank=job.params.bank,
         min_tokens=job.params.min_tokens,
         options=Options(

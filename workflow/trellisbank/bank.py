@@ -35,7 +35,10 @@ GROUPS: dict[str, tuple[str, ...]] = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 PARTS = ("trellis", "suh", "svh", "mul1")
 """The tensors of one EXL3 matrix (mul1 codebook)."""
 
-MAKE_AGAIN = "remove the file and run the workflow again: the expert is then encoded anew"
+MAKE_AGAIN = (
+    "remove the file and the ledgers that name its key (encoded/*/*.json), then run the workflow "
+    "again: the expert is encoded anew, with the same bytes"
+)
 
 
 def expert_key(
@@ -192,7 +195,7 @@ class Bank:
                 file=self.path(key),
                 expected="a whole safetensors file",
                 found="no such file" if missing else trouble.what,
-                fix="run the encoding that its ledger names" if missing else MAKE_AGAIN,
+                fix=MAKE_AGAIN,
             ) from trouble
 
     def entry(self, header: Header) -> dict[str, Any]:

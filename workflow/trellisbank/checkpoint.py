@@ -22,6 +22,14 @@ from trellisbank.safetensors_io import Header, TensorInfo, read_header, read_row
 MODEL_TYPE = "deepseek_v41"
 INDEX = "model.safetensors.index.json"
 
+STORAGE = "quantization_config.json"
+REPACK_REPORT = "repack-report.json"
+RELEASE_FILES = {"config.json", INDEX, STORAGE, REPACK_REPORT}
+"""Files that a release writes itself."""
+
+WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"}
+"""Files that hold weights: never copied unless the index names them."""
+
 
 def expert_stem(layer: int, expert: int, matrix: str) -> str:
     """Return the name, up to its last part, of matrix `w1`, `w2` or `w3` of a routed expert."""
@@ -154,7 +162,15 @@ class Checkpoint:
         codebook = "3inst"
         for marker in ("mul1", "mcg"):
             if self.has(f"{stem}.{marker}"):
-                trellis.check_marker(marker, int(self.tensor(f"{stem}.{marker}")))
+                stored = self.tensor(f"{stem}.{marker}")
+                if stored.dtype != torch.int32 or stored.numel() != 1:
+                    raise FormatError(
+                        "An EXL3 codebook marker is no single number.",
+                        expected="I32, one element",
+                        found=f"{stored.dtype} {list(stored.shape)}",
+                        fix="download the shard again; a sound release has no such marker",
+                    )
+                trellis.check_marker(marker, int(stored))
                 codebook = marker
         weight = trellis.decode(
             parts["trellis"].numpy(), parts["suh"].numpy(), parts["svh"].numpy(), codebook
@@ -162,9 +178,8 @@ class Checkpoint:
         return torch.from_numpy(weight).T.to(torch.bfloat16).contiguous()
 
     def _located(self, trouble: FormatError, stem: str) -> FormatError:
-        fields = {k: v for k, v in trouble.fields.items() if k in ("expected", "found", "fix")}
         shard = next(shard for name, shard in self.weight_map.items() if name.startswith(stem))
-        return FormatError(trouble.what, file=self.path / shard, tensor=stem, **fields)  # type: ignore[arg-type]
+        return trouble.located(self.path / shard, stem)
 
 
 def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
@@ -206,3 +221,42 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
                 fix="do not use this checkpoint before you know where it comes from",
             )
     return Checkpoint(path, config, weight_map)
+
+
+def companions(checkpoint: Checkpoint) -> list[str]:
+    """Return the files of a checkpoint that a release copies: all that hold no weights.
+
+    Folders are walked; those whose name begins with a dot (version control, download caches) are
+    left out, and so are weights outside the index and the files that a release writes itself.
+    A link must end inside the folder or, in a download cache laid out as
+    `snapshots/<revision>`, in the `blobs` folder beside `snapshots`.
+
+    Returns:
+        Paths relative to the checkpoint, sorted.
+
+    Raises:
+        CheckpointError: A link that leads elsewhere, or something that is neither file nor folder.
+    """
+    root = checkpoint.path.resolve()
+    allowed = [root]
+    if root.parent.name == "snapshots":
+        allowed.append(root.parents[1] / "blobs")
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for name in files + [name for name in folders if Path(folder, name).is_symlink()]:
+            path = Path(folder, name)
+            relative = path.relative_to(root).as_posix()
+            if relative in RELEASE_FILES or path.suffix in WEIGHT_SUFFIXES:
+                continue
+            inside = any(path.resolve().is_relative_to(place) for place in allowed)
+            if not inside or not path.is_file():
+                raise CheckpointError(
+                    "A checkpoint holds something that a release cannot copy.",
+                    file=path,
+                    expected="a regular file inside the checkpoint's folder",
+                    found="a link that leads out of it" if not inside else "no regular file",
+                    fix="put a copy of the file in its place, or remove it",
+                )
+            found.append(relative)
+    return sorted(found)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trellisbank import __version__
-from trellisbank.errors import TrellisbankError
+from trellisbank.errors import ForwardError, TrellisbankError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,10 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TrellisbankError as trouble:
         print(f"{type(trouble).__name__}: {trouble}", file=sys.stderr)
         return 1
+    except BrokenPipeError:  # the reader of our output went away
+        return 1
     except OSError as trouble:
         print(f"{trouble.strerror}: {trouble.filename}", file=sys.stderr)
-        return 1
-    except BrokenPipeError:
         return 1
     return 0
 
@@ -48,6 +48,18 @@ def _layers(text: str) -> tuple[int, int]:
         return int(first), int(last or first)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no range such as 0-5") from None
+
+
+def _device(text: str) -> str:
+    import torch
+
+    try:
+        kind = torch.device(text).type
+    except RuntimeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no torch device") from None
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise argparse.ArgumentTypeError("this machine, or this build of torch, has no CUDA device")
+    return text
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -72,7 +84,9 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--from", dest="state", type=Path, help="state file to go on from; its next layer is first"
     )
-    added.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    added.add_argument(
+        "--device", type=_device, default="cpu", help="torch device (default: %(default)s)"
+    )
 
     added = command("encode", _encode, "Encode one matrix as EXL3.")
     added.add_argument("input", type=Path, help="safetensors with W (in, out), optionally H, count")
@@ -97,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument("b", type=Path, help="folder of the release")
     added.add_argument("rows", type=Path, help="safetensors file with input_ids [rows, tokens]")
     added.add_argument("out", type=Path, help="folder for scores.parquet and summary.json")
-    added.add_argument("--device", default="cpu", help="torch device (default: %(default)s)")
+    added.add_argument(
+        "--device", type=_device, default="cpu", help="torch device (default: %(default)s)"
+    )
     return parser
 
 
@@ -170,9 +186,24 @@ def _compare(options: argparse.Namespace) -> None:
 
 
 def _score(options: argparse.Namespace) -> None:
+    from trellisbank.checkpoint import open_checkpoint
     from trellisbank.evaluate.scores import score_files
+    from trellisbank.model.config import model_config
+    from trellisbank.model.forward import check_rows
     from trellisbank.model.streamed import forward_rows
+    from trellisbank.rows import read_ids
 
+    ids = read_ids(options.rows)
+    for checkpoint in (options.a, options.b):
+        check_rows(model_config(open_checkpoint(checkpoint).config), ids, options.rows)
+    if ids.shape[1] < 2:
+        raise ForwardError(
+            "Rows of one token leave nothing to score.",
+            file=options.rows,
+            expected="at least 2 tokens a row",
+            found=list(ids.shape),
+            fix="build longer rows",
+        )
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.out) as scratch:
         finals = [Path(scratch) / f"{label}.safetensors" for label in "ab"]

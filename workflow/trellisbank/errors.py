@@ -8,6 +8,7 @@ what was expected, what was found and how to mend it.
 from __future__ import annotations
 
 import os
+from typing import Self
 
 
 class TrellisbankError(Exception):
@@ -54,6 +55,11 @@ class TrellisbankError(Exception):
         super().__init__(
             "\n".join([what] + [f"  {name}: {value}" for name, value in self.fields.items()])
         )
+
+    def located(self, file: str | os.PathLike[str], tensor: str) -> Self:
+        """Return the same error with the place that its raiser could not know."""
+        fields = {k: v for k, v in self.fields.items() if k not in ("file", "tensor")}
+        return type(self)(self.what, file=file, tensor=tensor, **fields)  # type: ignore[arg-type]
 
 
 class CheckpointError(TrellisbankError):

@@ -7,6 +7,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import secrets
@@ -145,9 +146,15 @@ def loads_json(text: bytes | str) -> Any:
     def refuse(name: str) -> Any:
         raise ValueError(f"{name} is not JSON")
 
+    def finite(number: str) -> float:
+        value = float(number)
+        if not math.isfinite(value):
+            raise ValueError(f"the number {number} is too large")
+        return value
+
     if isinstance(text, bytes):
         text = text.decode("utf-8")
-    return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    return json.loads(text, object_pairs_hook=once, parse_constant=refuse, parse_float=finite)
 
 
 def _hash_file(path: str | os.PathLike[str], hasher: Any) -> str:

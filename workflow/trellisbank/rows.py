@@ -18,6 +18,7 @@ import torch
 from blake3 import blake3
 from tokenizers import Tokenizer
 
+from trellisbank.checkpoint import Checkpoint
 from trellisbank.errors import CheckpointError, ConfigError
 from trellisbank.files import blake3_file, write_json
 from trellisbank.safetensors_io import read_file, write_tensors
@@ -33,7 +34,7 @@ def read_ids(path: str | os.PathLike[str]) -> torch.Tensor:
         CheckpointError: The file is malformed or holds no such tensor.
     """
     ids = read_file(path).get("input_ids")
-    if ids is None or ids.ndim != 2 or ids.dtype not in (torch.int64, torch.int32):
+    if ids is None or ids.ndim != 2 or ids.dtype != torch.int64:
         raise CheckpointError(
             "A rows file holds no token ids.",
             file=path,
@@ -42,7 +43,7 @@ def read_ids(path: str | os.PathLike[str]) -> torch.Tensor:
             found=None if ids is None else f"{ids.dtype} {list(ids.shape)}",
             fix="write rows with the build_rows rule, or save `input_ids` as int64",
         )
-    return ids.to(torch.int64)
+    return ids
 
 
 def find_texts(patterns: Sequence[str]) -> list[str]:
@@ -83,6 +84,25 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         ) from trouble
 
 
+def start_token(checkpoint: Checkpoint) -> int:
+    """Return the token id that stands before each text: the checkpoint's `bos_token_id`.
+
+    Raises:
+        CheckpointError: config.json does not name one.
+    """
+    found = checkpoint.config.get("bos_token_id")
+    if not isinstance(found, int) or isinstance(found, bool) or found < 0:
+        raise CheckpointError(
+            "The checkpoint names no token that begins a text.",
+            file=checkpoint.path / "config.json",
+            tensor="bos_token_id",
+            expected="a token id",
+            found=found,
+            fix="restore config.json from the checkpoint's origin",
+        )
+    return found
+
+
 def text_ids(tokenizer: Tokenizer, texts: Sequence[Path], separator: int) -> np.ndarray[Any, Any]:
     """Token ids of all texts, each after one `separator` token: int64 [tokens]."""
     pieces: list[int] = []
@@ -102,10 +122,10 @@ def text_ids(tokenizer: Tokenizer, texts: Sequence[Path], separator: int) -> np.
     return np.array(pieces, dtype=np.int64)
 
 
-def _ngrams(rows: np.ndarray[Any, Any]) -> set[bytes]:
+def _ngrams(rows: np.ndarray[Any, Any], length: int) -> set[bytes]:
     grams: set[bytes] = set()
     for row in rows.astype("<i4"):
-        window = np.lib.stride_tricks.sliding_window_view(row, min(SHARED_NGRAM, row.size))
+        window = np.lib.stride_tricks.sliding_window_view(row, length)
         grams.update(gram.tobytes() for gram in window)
     return grams
 
@@ -133,7 +153,8 @@ def build_rows(
         window: Tokens a window.
         windows: Windows of all parts together.
         part: (i, n): keep the i-th of n runs of consecutive windows (a split).
-        exclude: Rows files, by name, whose n-grams of 32 tokens no window may share.
+        exclude: Rows files, by name, whose n-grams of 32 tokens (or of the shortest window, if
+            that is less) no window may share.
         ids_path: Written: `input_ids` int64 [windows, window].
         receipt_path: Written: texts with hashes, a hash a window, what was dropped.
 
@@ -146,10 +167,12 @@ def build_rows(
     cut = stream[: stream.size // window * window].reshape(-1, window)
     shared = dict.fromkeys(exclude or {}, 0)
     clean = np.ones(len(cut), dtype=bool)
-    for name, path in (exclude or {}).items():
-        taken = _ngrams(read_ids(path).numpy())
+    others = {name: read_ids(path).numpy() for name, path in (exclude or {}).items()}
+    length = min([SHARED_NGRAM, window, *(rows.shape[1] for rows in others.values())])
+    for name, rows in others.items():
+        taken = _ngrams(rows, length)
         for index, row in enumerate(cut):
-            if not taken.isdisjoint(_ngrams(row[None])):
+            if not taken.isdisjoint(_ngrams(row[None], length)):
                 shared[name] += 1
                 clean[index] = False
     offsets = np.flatnonzero(clean)
@@ -183,7 +206,7 @@ def build_rows(
             ],
             "available_windows": len(cut),
             "dropped_for_shared_ngrams": shared,
-            "shared_ngram_tokens": SHARED_NGRAM,
+            "shared_ngram_tokens": length,
             "blake3": blake3_file(ids_path),
         },
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from typing import Any
 
@@ -31,12 +32,41 @@ def load_settings(
     with open(schema_path, encoding="utf-8") as handle:
         schema = yaml.safe_load(handle)
     settings = copy.deepcopy(config)
+    _check_scalars(settings, name)
     _fill_defaults(settings, schema, schema)
     error = best_match(Draft202012Validator(schema).iter_errors(settings))
     if error is not None:
         raise _config_error(error, name)
     _cross_check(settings, name)
     return settings
+
+
+def _check_scalars(value: Any, file: str, at: str = "") -> None:
+    """Refuse what YAML can say and JSON cannot: keys that are no strings, NaN and infinities."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(
+                    "A key of the configuration is not a string.",
+                    file=file or None,
+                    key=f"{at}{key}",
+                    expected=f'"{key}"',
+                    found=type(key).__name__,
+                    fix=f'put the key in quotes: "{key}"',
+                )
+            _check_scalars(part, file, f"{at}{key}.")
+    elif isinstance(value, list):
+        for number, part in enumerate(value):
+            _check_scalars(part, file, f"{at}{number}.")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(
+            "A number of the configuration is not finite.",
+            file=file or None,
+            key=at.rstrip("."),
+            expected="a finite number",
+            found=value,
+            fix="see config/README.md",
+        )
 
 
 def _fill_defaults(value: Any, schema: dict[str, Any], root: dict[str, Any]) -> None:
@@ -85,6 +115,19 @@ def _cross_check(settings: dict[str, Any], file: str) -> None:
                 expected="names other than `source`, `split...`, each used once",
                 fix=f"rename {name!r} in the configuration",
             )
+    run = os.path.join(settings["results"], settings["run"])
+    folders = [os.path.abspath(folder) for folder in (run, settings["bank_store"])]
+    source = os.path.abspath(settings["source"])
+    for key, folder in zip(("run", "bank_store"), folders, strict=True):
+        if os.path.commonpath([folder, source]) in (folder, source) or folders[0] == folders[1]:
+            raise ConfigError(
+                "Two folders of the configuration lie in one another.",
+                file=file or None,
+                key=key,
+                expected="run, bank_store and source apart",
+                found=f"{folder}, source {source}",
+                fix="name other folders; the source is never written to",
+            )
     calibration = settings["calibration"]
     if calibration["splits"] > calibration["windows"]:
         raise ConfigError(
@@ -95,3 +138,22 @@ def _cross_check(settings: dict[str, Any], file: str) -> None:
             found=calibration["splits"],
             fix=f"splits: {calibration['windows']}",
         )
+
+
+def check_windows(settings: dict[str, Any], positions: int) -> None:
+    """Refuse windows longer than the model has positions.
+
+    Raises:
+        ConfigError: Naming the split or panel.
+    """
+    rows = {"calibration": settings["calibration"]}
+    rows |= {f"panels.{name}": panel for name, panel in settings["panels"].items()}
+    for key, described in rows.items():
+        if described["window"] > positions:
+            raise ConfigError(
+                "Windows are longer than the model has positions.",
+                key=f"{key}.window",
+                expected=f"at most {positions} tokens",
+                found=described["window"],
+                fix=f"window: {positions}",
+            )

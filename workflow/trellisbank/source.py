@@ -11,13 +11,14 @@ from typing import Any
 
 import torch
 
-from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
+from trellisbank.checkpoint import Checkpoint, companions, expert_stem, open_checkpoint
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import sha256_file, write_json
-from trellisbank.formats import fp8_block, mxfp4
+from trellisbank.formats import check_codes, fp8_block, mxfp4
 from trellisbank.model.config import ModelConfig, layer_kind, model_config
 from trellisbank.model.engram import compressed_tokens
-from trellisbank.safetensors_io import Header, TensorInfo, map_tensor
+from trellisbank.model.weights import layer_tensors
+from trellisbank.safetensors_io import DTYPES, Header, TensorInfo, map_tensor
 
 Progress = Callable[[str], None]
 
@@ -27,63 +28,26 @@ TRELLIS_SIDE = 128
 CHECK_WEIGHTS = 1 << 26
 
 
-def _fp8(name: str, rows: int, columns: int) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-    yield f"{name}.weight", "F8_E4M3", (rows, columns)
-    yield f"{name}.scale", "F8_E8M0", (-(-rows // 32), -(-columns // 32))
-
-
 def body_tensors(cfg: ModelConfig) -> Iterator[tuple[str, str, tuple[int, ...]]]:
     """Yield name, dtype and shape of every tensor of the text body, routed experts excepted.
 
     Source: the published layout of DeepSeek-V4.1-Flash.
     """
-    width, copies = cfg.hidden_size, cfg.hc_mult
-    mixes = copies * (copies + 2)
+    width = cfg.hidden_size
     yield "embed.weight", "BF16", (cfg.vocab_size, width)
     yield "head.weight", "BF16", (cfg.vocab_size, width)
     yield "norm.weight", "BF16", (width,)
-    heads, head, latent = cfg.num_attention_heads, cfg.head_dim, cfg.q_lora_rank
     for layer in range(cfg.num_hidden_layers):
-        at = f"layers.{layer}"
-        for norm in ("attn_norm", "ffn_norm"):
-            yield f"{at}.{norm}.weight", "BF16", (width,)
-        attn = f"{at}.attn"
-        yield from _fp8(f"{attn}.wq_a", latent, width)
-        yield from _fp8(f"{attn}.wq_b", heads * head, latent)
-        yield from _fp8(f"{attn}.wkv", head, width)
-        out = cfg.o_groups * cfg.o_lora_rank
-        yield from _fp8(f"{attn}.wo_a", out, heads * head // cfg.o_groups)
-        yield from _fp8(f"{attn}.wo_b", width, out)
-        yield f"{attn}.q_norm.weight", "BF16", (latent,)
-        yield f"{attn}.kv_norm.weight", "BF16", (head,)
-        yield f"{attn}.attn_sink", "F32", (heads,)
-        if layer in cfg.kv_source_layer_ids:
-            yield f"{attn}.compressor.wkv.weight", "BF16", (head, width)
-            yield f"{attn}.compressor.norm.weight", "BF16", (head,)
-            if cfg.compress_ratios[layer] > 1:
-                yield f"{attn}.compressor.wgate.weight", "BF16", (head, width)
-            yield f"{attn}.indexer.wk.weight", "BF16", (cfg.index_head_dim, head)
-            yield f"{attn}.indexer.k_norm.weight", "BF16", (cfg.index_head_dim,)
-        if layer in cfg.index_source_layer_ids:
-            yield from _fp8(f"{attn}.indexer.wq_b", cfg.index_n_heads * cfg.index_head_dim, latent)
-            yield f"{attn}.indexer.weights_proj.weight", "BF16", (cfg.index_n_heads, width)
-        for part in ("attn", "ffn"):
-            yield f"{at}.hc_{part}_fn", "F32", (mixes, copies * width)
-            yield f"{at}.hc_{part}_base", "F32", (mixes,)
-            yield f"{at}.hc_{part}_scale", "F32", (3,)
-        yield f"{at}.ffn.gate.weight", "BF16", (cfg.n_routed_experts, width)
-        yield f"{at}.ffn.gate.bias", "F32", (cfg.n_routed_experts,)
-        inner = cfg.moe_intermediate_size
-        for matrix, shape in expert_shapes(width, inner).items():
-            yield from _fp8(f"{at}.ffn.shared_experts.{matrix}", *shape)
+        for part, spec in layer_tensors(cfg, layer).items():
+            name = f"layers.{layer}.{part}"
+            yield name if spec.role == "bare" else f"{name}.weight", spec.dtype, spec.shape
+            if spec.dtype == "F8_E4M3":
+                rows, columns = spec.shape
+                yield f"{name}.scale", "F8_E8M0", (-(-rows // 32), -(-columns // 32))
     for layer, rows in zip(cfg.engram_layer_ids, cfg.engram_num_embeddings, strict=True):
-        at = f"layers.{layer}.engram"
-        yield f"{at}.embed.weight", "F8_E4M3", (rows, cfg.engram_head_dim)
-        yield f"{at}.embed.scale", "F8_E8M0", (rows, cfg.engram_head_dim // 32)
-        columns = cfg.engram_columns * cfg.engram_head_dim
-        yield from _fp8(f"{at}.wkv", (copies + 1) * width, columns)
-        for part in ("q_weight", "k_weight"):
-            yield f"{at}.{part}", "BF16", (copies, width)
+        name = f"layers.{layer}.engram.embed"
+        yield f"{name}.weight", "F8_E4M3", (rows, cfg.engram_head_dim)
+        yield f"{name}.scale", "F8_E8M0", (rows, cfg.engram_head_dim // 32)
 
 
 def expert_shapes(width: int, inner: int) -> dict[str, tuple[int, int]]:
@@ -98,7 +62,8 @@ def _expert_tensors(
     for matrix, (rows, columns) in shapes.items():
         stem = expert_stem(layer, expert, matrix)
         if checkpoint.has(f"{stem}.trellis"):
-            words = checkpoint.info(f"{stem}.trellis").shape[-1]
+            stored = checkpoint.info(f"{stem}.trellis").shape
+            words = stored[-1] if stored else 0  # the rate; all else is known
             yield f"{stem}.trellis", "I16", (columns // 16, rows // 16, words)
             yield f"{stem}.suh", "F16", (columns,)
             yield f"{stem}.svh", "F16", (rows,)
@@ -225,6 +190,7 @@ def inspect_source(
     """
     checkpoint = open_checkpoint(source)
     manifest = inspect(checkpoint)
+    companions(checkpoint)  # refuse now what the release could not copy at the end
     if set(manifest["expert_formats"]) != {"mxfp4"}:
         raise CheckpointError(
             "The routed experts of the source are not stored as MXFP4.",
@@ -259,21 +225,18 @@ def verify_shard(
     for name, info in header.tensors.items():
         counts[info.dtype] += 1
         kind = {"I8": "mxfp4", "F8_E4M3": "fp8_block"}.get(info.dtype)
-        scale = name.removesuffix(".weight") + ".scale"
-        if kind is None or scale not in header.tensors:
+        if kind is None:
             continue
         try:
-            _round_trip(header, name, scale, kind)
+            _round_trip(header, name, name.removesuffix(".weight") + ".scale", kind)
         except FormatError as trouble:
-            raise FormatError(
-                trouble.what, file=header.path, tensor=name, fix=str(trouble.fields.get("fix"))
-            ) from trouble
+            raise trouble.located(header.path, name) from trouble
         exact[kind] += 1
         progress(f"{shard}: {name} survives")
     write_json(
         receipt_path,
         {
-            "schema": "trellisbank/shard/1",
+            "schema": "trellisbank/source-shard/1",
             "shard": shard,
             "bytes": header.size,
             "sha256": sha256_file(header.path),
@@ -284,12 +247,12 @@ def verify_shard(
 
 
 def _round_trip(header: Header, name: str, scale: str, kind: str) -> None:
-    codes, scales = header.tensors[name], header.tensors[scale]
-    rows, width = codes.shape
-    # A block of 32 rows shares a scale, unless each row has its own (an Engram table, MXFP4).
-    height = 1 if scales.shape[0] == rows else 32
-    step = max(CHECK_WEIGHTS // (width * 32) * 32, 32)
     stored = map_tensor(header, name), map_tensor(header, scale)
+    check_codes(stored[0], DTYPES["I8" if kind == "mxfp4" else "F8_E4M3"], stored[1])
+    (rows, width), scale_rows = stored[0].shape, stored[1].shape[0]
+    # A block of 32 rows shares a scale, unless each row has its own (an Engram table, MXFP4).
+    height = 1 if scale_rows == rows else 32
+    step = max(CHECK_WEIGHTS // (width * 32) * 32, 32)
     for first in range(0, rows, step):
         last = min(first + step, rows)
         part = stored[0][first:last]

@@ -18,12 +18,12 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from safetensors import safe_open
 
 from trellisbank.checkpoint import Checkpoint, open_checkpoint
 from trellisbank.errors import ForwardError
 from trellisbank.files import atomic_write, canonical_json, write_json
-from trellisbank.safetensors_io import read_header, read_rows, read_tensor, tensor_info
+from trellisbank.rows import read_ids
+from trellisbank.safetensors_io import map_tensor, read_header, read_rows, read_tensor
 
 SCHEMA = "trellisbank/score/1"
 UNITS = {
@@ -358,11 +358,11 @@ def score_files(
             or because the NLL made here is not the forward's.
         CheckpointError: A file that cannot be read.
     """
-    ids = read_tensor(read_header(rows), "input_ids")
+    ids = read_ids(rows)
     table = score_tokens(
-        _mapped(hidden_source),
+        map_tensor(read_header(hidden_source), "final_hidden"),
         checkpoint_head(open_checkpoint(source)),
-        _mapped(hidden_release),
+        map_tensor(read_header(hidden_release), "final_hidden"),
         checkpoint_head(open_checkpoint(release)),
         ids,
     )
@@ -380,14 +380,6 @@ def score_files(
     write_table(table_path, table, release=release_name, panel=panel)
     write_json(summary_path, summary)
     return summary
-
-
-def _mapped(path: str | os.PathLike[str]) -> torch.Tensor:
-    """Return `final_hidden` of a file, memory-mapped by the safetensors library."""
-    tensor_info(read_header(path), "final_hidden")
-    with safe_open(path, framework="pt") as handle:
-        hidden: torch.Tensor = handle.get_tensor("final_hidden")
-    return hidden
 
 
 def _check_nll(hidden: str | os.PathLike[str], nll: pd.Series[float]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 
 from trellisbank.errors import FormatError
+from trellisbank.formats import check_codes
 
 BLOCK = (32, 32)
 ROW_BLOCK = (1, 32)
@@ -54,8 +55,10 @@ def dequantize(
         bf16 [rows, columns]; no value is rounded.
 
     Raises:
-        FormatError: Shapes that do not fit, a NaN code (0x7F, 0xFF), a scale byte outside 3..246.
+        FormatError: Dtypes or shapes that do not fit, a NaN code (0x7F, 0xFF), a scale byte
+            outside 3..246.
     """
+    check_codes(codes, torch.float8_e4m3fn, scales)
     rows, columns = codes.shape
     scale = _scale(scales, rows, columns, block)
     if bool(((codes.view(torch.uint8) & 0x7F) == 0x7F).any()):

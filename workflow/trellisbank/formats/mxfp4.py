@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 
 from trellisbank.errors import FormatError
+from trellisbank.formats import check_codes
 
 GROUP = 32
 # Magnitude 6 times a scale byte of 253 leaves bf16; 0.5 times 2^-127 still is a bf16 subnormal.
@@ -54,8 +55,9 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
         bf16 [rows, columns]; no value is rounded.
 
     Raises:
-        FormatError: Shapes that do not fit, or a scale byte above 252.
+        FormatError: Dtypes or shapes that do not fit, or a scale byte above 252.
     """
+    check_codes(codes, torch.int8, scales)
     rows, half = codes.shape
     scale = _check_scales(scales, rows, 2 * half)
     values = PAIRS.to(codes.device)[codes.view(torch.uint8).int()].view(rows, 2 * half)

@@ -7,6 +7,9 @@ from typing import Any, Literal
 
 from trellisbank.errors import CheckpointError
 
+# No constant of a model comes near it; beyond 1e38 fp32 arithmetic has no answer.
+LARGEST = 1e30
+
 LayerKind = Literal["window", "full", "reindex", "reuse"]
 
 MODEL_TYPE = "deepseek_v41"
@@ -47,6 +50,9 @@ POSITIVE = (
     "engram_compressed_vocab_size",
     "max_position_embeddings",
 )
+
+ABOVE_ZERO = ("rope_theta", "compress_rope_theta", "yarn_factor", "yarn_beta_slow")
+NOT_NEGATIVE = ("rms_norm_eps", "hc_eps", "swiglu_limit")
 
 
 @dataclass(frozen=True)
@@ -192,6 +198,8 @@ def _value(flat: Mapping[str, Any], name: str, kind: object) -> Any:
     if kind is float:
         if not is_int(value) and not isinstance(value, float):
             raise _bad(f"text_config.{name} has a wrong type.", "a number", value)
+        if abs(value) > LARGEST:
+            raise _bad(f"text_config.{name} is out of range.", f"at most {LARGEST}", value)
         return float(value)
     if not is_int(value):
         raise _bad(f"text_config.{name} has a wrong type.", "an integer", value)
@@ -224,6 +232,8 @@ def _check_sizes(cfg: ModelConfig) -> None:
             cfg.num_experts_per_tok <= cfg.n_routed_experts,
             "at most n_routed_experts",
         ),
+        *((name, getattr(cfg, name) > 0, "above 0") for name in ABOVE_ZERO),
+        *((name, getattr(cfg, name) >= 0, "at least 0") for name in NOT_NEGATIVE),
         ("engram_max_ngram_size", cfg.engram_max_ngram_size >= 2, "at least 2"),
         (
             "engram_num_embeddings",

@@ -62,9 +62,6 @@ def unique_rows(read: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
     return rows
 
 
-# --- ids ------------------------------------------------------------------------------------
-
-
 def compressed_tokens(cfg: ModelConfig, tokenizer: Path) -> np.ndarray:
     """Compressed id of each token id, int64 `[len(tokenizer)]`; computed once a tokenizer.
 

@@ -32,7 +32,8 @@ from trellisbank.model.weights import (
     memory_reader,
     shared_expert,
 )
-from trellisbank.safetensors_io import read_header, read_tensor, write_tensors
+from trellisbank.rows import read_ids
+from trellisbank.safetensors_io import write_tensors
 
 __all__ = [
     "Capture",
@@ -306,7 +307,7 @@ def forward_files(
     """
     checkpoint = open_checkpoint(checkpoint_path)
     cfg = model_config(checkpoint.config)
-    ids = read_tensor(read_header(rows_path), "input_ids")
+    ids = read_ids(rows_path)
     check_rows(cfg, ids, rows_path)
     if from_state is None:
         state = first_state(cfg, ids, load_shared(checkpoint, cfg, "embed", device))

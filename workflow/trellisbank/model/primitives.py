@@ -42,9 +42,6 @@ def collapse(weights: Tensor, stream: Tensor) -> Tensor:
     return (weights.unsqueeze(-1) * stream.float()).sum(-2).to(BF16)
 
 
-# --- rotary ---------------------------------------------------------------------------------
-
-
 def rotary_frequencies(cfg: ModelConfig, compressed: bool) -> Tensor:
     """Angle per position of each pair, fp32 `[R/2]`.
 
@@ -88,9 +85,6 @@ def rotate(x: Tensor, table: Tensor) -> Tensor:
     kept, turned = x.split([x.shape[-1] - width, width], dim=-1)
     pairs = torch.view_as_complex(turned.float().unflatten(-1, (-1, 2)))
     return torch.cat([kept, torch.view_as_real(pairs * table).flatten(-2).to(x.dtype)], dim=-1)
-
-
-# --- fake quantization ----------------------------------------------------------------------
 
 
 class _StraightThrough(torch.autograd.Function):

@@ -19,9 +19,12 @@ from trellisbank.model.engram import unique_rows
 from trellisbank.model.moe import ExpertWeights
 from trellisbank.model.primitives import BF16
 
+STORED = {"linear": "F8_E4M3", "wide": "BF16", "plain": "BF16", "bare": "F32"}
+"""Safetensors dtype of each role in the released layout of DeepSeek-V4.1-Flash."""
+
 
 class TensorSpec(NamedTuple):
-    """Shape after loading and role.
+    """Shape after loading, role and, where it is not that of the role, the stored dtype.
 
     `linear`: a weight of any stored format, bf16 (exact) unless asked otherwise. `wide`: a
     plain weight used in fp32. `plain`: a weight kept as stored (norms, embedding, router).
@@ -30,6 +33,12 @@ class TensorSpec(NamedTuple):
 
     shape: tuple[int, ...]
     role: Literal["linear", "wide", "plain", "bare"] = "linear"
+    stored: str | None = None
+
+    @property
+    def dtype(self) -> str:
+        """Safetensors dtype in which the release stores the tensor."""
+        return self.stored or STORED[self.role]
 
 
 def layer_tensors(cfg: ModelConfig, layer: int) -> dict[str, TensorSpec]:
@@ -62,22 +71,22 @@ def layer_tensors(cfg: ModelConfig, layer: int) -> dict[str, TensorSpec]:
     if layer in cfg.kv_source_layer_ids:
         pooled = cfg.compress_ratios[layer] > 1
         specs["attn.compressor.wkv"] = TensorSpec(
-            (cfg.head_dim, width), "wide" if pooled else "linear"
+            (cfg.head_dim, width), "wide" if pooled else "linear", "BF16"
         )
         if pooled:
             specs["attn.compressor.wgate"] = TensorSpec((cfg.head_dim, width), "wide")
         specs["attn.compressor.norm"] = TensorSpec((cfg.head_dim,), "plain")
-        specs["attn.indexer.wk"] = TensorSpec((cfg.index_head_dim, cfg.head_dim))
+        specs["attn.indexer.wk"] = TensorSpec((cfg.index_head_dim, cfg.head_dim), stored="BF16")
         specs["attn.indexer.k_norm"] = TensorSpec((cfg.index_head_dim,), "plain")
     if layer in cfg.index_source_layer_ids:
         index_heads = cfg.index_n_heads * cfg.index_head_dim
         specs["attn.indexer.wq_b"] = TensorSpec((index_heads, cfg.q_lora_rank))
-        specs["attn.indexer.weights_proj"] = TensorSpec((cfg.index_n_heads, width))
+        specs["attn.indexer.weights_proj"] = TensorSpec((cfg.index_n_heads, width), stored="BF16")
     if layer in cfg.engram_layer_ids:
         memory = cfg.engram_columns * cfg.engram_head_dim
         specs["engram.wkv"] = TensorSpec(((copies + 1) * width, memory))
-        specs["engram.q_weight"] = TensorSpec((copies, width), "bare")
-        specs["engram.k_weight"] = TensorSpec((copies, width), "bare")
+        specs["engram.q_weight"] = TensorSpec((copies, width), "bare", "BF16")
+        specs["engram.k_weight"] = TensorSpec((copies, width), "bare", "BF16")
     return specs
 
 

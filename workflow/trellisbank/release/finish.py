@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from trellisbank.bank import GROUPS, PARTS
-from trellisbank.checkpoint import INDEX, Checkpoint
+from trellisbank.checkpoint import (
+    INDEX,
+    RELEASE_FILES,
+    REPACK_REPORT,
+    STORAGE,
+    Checkpoint,
+    companions,
+)
 from trellisbank.errors import ReleaseError
 from trellisbank.files import UNFINISHED, atomic_write, sha256_file, write_json
 from trellisbank.formats.trellis import MARKERS
@@ -20,51 +27,8 @@ from trellisbank.release.splice import DROPPED_PATTERN, TENSORS_PER_EXPERT, body
 from trellisbank.safetensors_io import DTYPES, TensorInfo, read_header
 
 SCHEMA = "trellisbank/repack/1"
-REPORT = "repack-report.json"
-STORAGE = "quantization_config.json"
-OWN = {"config.json", INDEX, STORAGE, REPORT}
-"""Files that a release writes itself."""
-
 EXL3_VERSION = "1.6.5"
 """The exllamav3 whose format this is; loaders read it from `quantization_config.version`."""
-
-WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".h5", ".msgpack"}
-"""Files that hold weights: never copied unless the index names them."""
-
-
-def companions(checkpoint: Checkpoint) -> list[str]:
-    """Return the files of a checkpoint that a release copies: all that hold no weights.
-
-    Folders are walked; those whose name begins with a dot (version control, download caches) are
-    left out, and so are weights outside the index and the files that a release writes itself.
-
-    Returns:
-        Paths relative to the checkpoint, sorted.
-
-    Raises:
-        ReleaseError: A link that leads out of the checkpoint's folder, or something that is neither
-            file nor folder.
-    """
-    root = checkpoint.path.resolve()
-    found = []
-    for folder, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        for name in files + [name for name in folders if Path(folder, name).is_symlink()]:
-            path = Path(folder, name)
-            relative = path.relative_to(root).as_posix()
-            if relative in OWN or path.suffix in WEIGHT_SUFFIXES:
-                continue
-            inside = path.resolve().is_relative_to(root)
-            if not inside or not path.is_file():
-                raise ReleaseError(
-                    "A checkpoint holds something that a release cannot copy.",
-                    file=path,
-                    expected="a regular file inside the checkpoint's folder",
-                    found="a link that leads out of it" if not inside else "no regular file",
-                    fix="put a copy of the file in its place, or remove it",
-                )
-            found.append(relative)
-    return sorted(found)
 
 
 def tensor_storage(tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
@@ -171,7 +135,7 @@ def finish_release(
         tensors.update(header.tensors)
         weight_map.update(dict.fromkeys(header.tensors, shard))
     names = companions(checkpoint)
-    _clear(out, {*names, *checkpoint.shards, *OWN})
+    _clear(out, {*names, *checkpoint.shards, *RELEASE_FILES})
     copied = []
     for name in names:
         with open(checkpoint.path / name, "rb") as reader, atomic_write(out / name) as writer:
@@ -218,7 +182,7 @@ def finish_release(
         ],
         "copied": copied,
     }
-    write_json(out / REPORT, report)
+    write_json(out / REPACK_REPORT, report)
     return report
 
 

@@ -12,12 +12,12 @@ import numpy.typing as npt
 from blake3 import blake3
 
 from trellisbank.bank import GROUPS, PARTS
-from trellisbank.checkpoint import INDEX, Checkpoint, expert_stem, open_checkpoint
+from trellisbank.checkpoint import INDEX, STORAGE, Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import FormatError, ReleaseError, TrellisbankError
 from trellisbank.files import read_json
 from trellisbank.formats import trellis
 from trellisbank.plan.freeze import Entries, plan_rates
-from trellisbank.release.finish import STORAGE, tensor_storage
+from trellisbank.release.finish import tensor_storage
 from trellisbank.release.splice import BODY_EXPERT, body_experts, tensor_hash
 
 SCHEMA = "trellisbank/verify/1"
