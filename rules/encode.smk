@@ -17,7 +17,7 @@ rule encode:
     benchmark:
         "<run>/benchmarks/encode/{recipe}.{layer}.{block}.tsv"
     conda:
-        "../envs/cpu.yaml"
+        "../envs/cuda.yaml" if settings["encode"]["backend"] == "exllamav3" else "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
     params:
         code=code("encode"),
@@ -53,7 +53,7 @@ rule probe_grid:
     benchmark:
         "<run>/benchmarks/probe_grid.tsv"
     conda:
-        "../envs/cpu.yaml"
+        "../envs/cuda.yaml" if settings["encode"]["backend"] == "exllamav3" else "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
     params:
         code=code("probe_grid"),
