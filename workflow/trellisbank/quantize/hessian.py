@@ -121,8 +121,8 @@ class Statistics:
         rank: pivots of a Cholesky factorization with complete pivoting above ``k * eps`` times
             the largest (fp32 eps); None if the matrix is not finite.
         rank_deficiency: ``k - rank``. Normal for experts with few tokens: damping fills it.
-        condition: largest pivot over the smallest above that bound; None without one. The
-            condition number of what was factored is at least this.
+        condition: largest pivot over the smallest above that bound; None without one. A lower bound
+            of the condition number of the rows and columns picked (at full rank, of all).
     """
 
     count: int
