@@ -70,7 +70,7 @@ def test_proxy_error_with_recorded_signs():
             golden = FIGURES[case]
             ratios[case] = found.proxy_error / golden["proxy_err"]
             assert found.fallback is None
-            assert found.g_scale == pytest.approx(golden["g_scale"], abs=0.004)
+            assert found.g_scale == pytest.approx(golden["g_scale"], abs=0.02)
             assert found.relative_frobenius == pytest.approx(
                 golden["rel_fro_decoded_fp16"], rel=0.03
             )

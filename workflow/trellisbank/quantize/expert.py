@@ -22,7 +22,7 @@ from trellisbank.quantize.hessian import Finalized, Hessian, finalize
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 from trellisbank.safetensors_io import read_file, write_tensors
 
-ENCODER_VERSION = 1
+ENCODER_VERSION = 2
 """Rises whenever the encoder's bytes change, so that a bank never mixes two versions."""
 
 CODEBOOK = "mul1"
