@@ -35,6 +35,7 @@ rule encode:
         sigma_reg=settings["encode"]["sigma_reg"],
         out_scales=settings["encode"]["out_scales"],
         refit=settings["encode"]["refit"],
+        scaled_hessian=settings["encode"]["scaled_hessian"],
         down_weighting=settings["encode"]["down_weighting"],
     message:
         "Encode what {wildcards.recipe} wants of {wildcards.layer}, {wildcards.block}"

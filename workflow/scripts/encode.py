@@ -22,6 +22,7 @@ def main(job):
             sigma_reg=job.params.sigma_reg,
             out_scales=job.params.out_scales,
             refit=job.params.refit,
+            scaled_hessian=job.params.scaled_hessian,
         ),
         down_weighting=job.params.down_weighting,
         backend=job.params.backend,

@@ -19,6 +19,7 @@ from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import QuantizeError
 from trellisbank.files import blake3_file, digest_json, read_json, write_json
 from trellisbank.model.config import ModelConfig, model_config
+from trellisbank.model.state import CAPTURED
 from trellisbank.quantize.backend import Choice, choose_backend
 from trellisbank.quantize.expert import EncodedMatrix, Options, Work
 from trellisbank.quantize.hessian import Capture, Hessian, expert_hessians, statistics
@@ -44,11 +45,34 @@ class Missing(Work):
     entry: dict[str, Any]
 
 
-def map_captures(paths: Sequence[Pathlike]) -> list[Capture]:
-    """Map the captures of all splits; memory is the page cache's, not ours."""
-    headers = [read_header(path) for path in paths]
-    names = ("ffn_input", "route_indices", "route_weights")
-    return [tuple(map_tensor(header, name) for name in names) for header in headers]  # type: ignore[misc]
+def map_captures(paths: Sequence[Pathlike], layer: int) -> list[Capture]:
+    """Map the captures of all splits of a layer; memory is the page cache's, not ours.
+
+    Raises:
+        QuantizeError: A capture is gone, or one of another layer.
+    """
+    captures = []
+    for path in paths:
+        if not os.path.exists(path):
+            raise QuantizeError(
+                "A capture that is needed to encode is gone.",
+                file=path,
+                layer=layer,
+                expected="the FFN inputs of the calibration rows",
+                fix="make captures again (target `captures` of the workflow), then run again",
+            )
+        header = read_header(path)
+        if header.metadata.get("layer") != str(layer):
+            raise QuantizeError(
+                "A capture is of another layer.",
+                file=path,
+                expected=f"layer {layer}",
+                found=f"layer {header.metadata.get('layer')}",
+                fix="give the captures of this layer",
+            )
+        ffn_input, indices, weights = (map_tensor(header, name) for name in CAPTURED)
+        captures.append((ffn_input, indices, weights))
+    return captures
 
 
 def describe_hessians(
@@ -67,7 +91,7 @@ def describe_hessians(
     """
     checkpoint = open_checkpoint(source)
     cfg = model_config(checkpoint.config)
-    mapped = map_captures(captures)
+    mapped = map_captures(captures, layer)
     described = []
     for expert in range(cfg.n_routed_experts):
         weights = _weights(checkpoint, layer, expert)
@@ -170,7 +194,7 @@ def encode_block(
     absent = [(k, entry) for k, entry in zip(keys, wanted, strict=True) if not store.has(k)]
     hits = len(wanted) - len(absent)
     if absent:
-        mapped = map_captures(captures)
+        mapped = map_captures(captures, layer)
 
         def works() -> Iterator[Missing]:
             for expert, own in groupby(absent, key=lambda item: item[1]["expert"]):

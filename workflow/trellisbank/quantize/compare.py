@@ -54,7 +54,7 @@ def compare_encodings(
     """
     opened = [open_checkpoint(path) for path in (source, first, second)]
     cfg = model_config(opened[0].config)
-    mapped = map_captures(captures)
+    mapped = map_captures(captures, layer)
     totals = {(group, metric): [0.0, 0.0, 0.0] for group in GROUPS for metric in METRICS}
     wins = {place: [0, 0] for place in totals}
     for expert in range(cfg.n_routed_experts):

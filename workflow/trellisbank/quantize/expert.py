@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +19,7 @@ from torch import Tensor
 from trellisbank.errors import QuantizeError
 from trellisbank.formats import trellis
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
-from trellisbank.quantize.hessian import Finalized, Hessian, finalize
+from trellisbank.quantize.hessian import Finalized, Hessian, block_ldl, finalize, rotate
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 from trellisbank.safetensors_io import read_file, write_tensors
 
@@ -40,11 +41,14 @@ class Options:
         sigma_reg: damping of the Hessian, as a share of its mean diagonal.
         out_scales: even out the sizes of the output channels before encoding.
         refit: fit the scales by least squares after encoding.
+        scaled_hessian: factor the Hessian once a matrix with its input scales, so that the error
+            feedback weighs channels as they are stored, instead of once for all with signs alone.
     """
 
     sigma_reg: float = 0.025
     out_scales: bool = True
     refit: bool = True
+    scaled_hessian: bool = False
 
 
 @dataclass(frozen=True)
@@ -281,7 +285,10 @@ def _encode(
     values = trellis.codebook(CODEBOOK).astype(np.float32)
     regular, su, sv = regularize(weight, ready.signs, out_signs, options.out_scales)
     g = search_scale(regular.numpy(), rate, encode, values)
-    quantized, states = round_with_feedback(regular * g, ready.factor, encode, values)
+    factor, notes = ready.factor, ready.notes
+    if options.scaled_hessian and ready.damped is not None:
+        factor, notes = _scaled_factor(ready, su, options.sigma_reg)
+    quantized, states = round_with_feedback(regular * g, factor, encode, values)
     su = su / g
     if options.refit and ready.damped is not None:
         in_place = su[:, None] * transform(quantized) * sv
@@ -295,9 +302,18 @@ def _encode(
     }
     check_scales(tensors, name)
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
-    return measure(
-        weight, torch.from_numpy(stored), tensors, hessian, g, ready.fallback, ready.notes
-    )
+    return measure(weight, torch.from_numpy(stored), tensors, hessian, g, ready.fallback, notes)
+
+
+def _scaled_factor(
+    ready: Finalized, su: Tensor, sigma_reg: float
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    """Factor with a matrix's own input scales; that with signs alone where it cannot be found."""
+    assert ready.damped is not None
+    factor, retries = block_ldl(rotate(ready.damped, su), sigma_reg)
+    if factor is None or not bool(factor.isfinite().all()):
+        return ready.factor, (*ready.notes, "scaled Hessian has no factor: signs alone")
+    return factor, (f"damping raised {retries} times",) if retries else ()
 
 
 def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:
@@ -344,7 +360,11 @@ def measure(
     error = weight - stored
     energies: tuple[float, float] | tuple[None, None] = (None, None)
     if hessian is not None and bool(hessian.isfinite().all()):
-        energies = (_energy(hessian, error), _energy(hessian, weight))
+        found = (_energy(hessian, error), _energy(hessian, weight))
+        if all(map(math.isfinite, found)):
+            energies = found
+        else:
+            notes = (*notes, "output energy is too large for fp32")
     return EncodedMatrix(
         tensors=tensors,
         proxy_error=_ratio(*energies),

@@ -8,6 +8,7 @@ ascending, `CHUNK` rows at a time.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -116,7 +117,7 @@ class Statistics:
     Attributes:
         count: rows added.
         dropped: rows with non-finite values.
-        trace: sum of squares of all inputs.
+        trace: sum of squares of all inputs; None where it is not finite.
         dead_inputs: channels that were zero in every row.
         rank: pivots of a Cholesky factorization with complete pivoting above ``k * eps`` times
             the largest (fp32 eps); None if the matrix is not finite.
@@ -127,7 +128,7 @@ class Statistics:
 
     count: int
     dropped: int
-    trace: float
+    trace: float | None
     dead_inputs: int
     rank: int | None
     rank_deficiency: int | None
@@ -143,6 +144,7 @@ def statistics(hessian: Hessian) -> Statistics:
     """
     matrix = hessian.matrix.cpu()
     diagonal = matrix.diagonal().double()
+    trace = float(diagonal.sum())
     rank: int | None = None
     condition: float | None = None
     if bool(matrix.isfinite().all()):
@@ -153,7 +155,7 @@ def statistics(hessian: Hessian) -> Statistics:
     return Statistics(
         count=hessian.count,
         dropped=hessian.dropped,
-        trace=float(diagonal.sum()),
+        trace=trace if math.isfinite(trace) else None,
         dead_inputs=int((diagonal == 0).sum()),
         rank=rank,
         rank_deficiency=None if rank is None else len(matrix) - rank,
@@ -225,8 +227,11 @@ def unusable(matrix: Tensor | None, count: int, min_count: int) -> str | None:
         return "no calibration rows" if count == 0 else f"{count} calibration rows of {min_count}"
     if not bool(matrix.isfinite().all()):
         return "Hessian is not finite"
-    if not bool((matrix.diagonal() / count).mean() >= TINY):
+    mean = float((matrix.diagonal() / count).mean())
+    if not mean >= TINY:
         return "Hessian's mean diagonal is not positive"
+    if mean == math.inf:
+        return "Hessian's mean diagonal is too large for fp32"
     return None
 
 
