@@ -14,12 +14,11 @@ from trellisbank.errors import FormatError, QuantizeError
 from trellisbank.formats import trellis
 from trellisbank.quantize.expert import (
     Options,
-    decode_file,
-    encode_file,
     encode_group,
     quantize_matrix,
     random_signs,
 )
+from trellisbank.quantize.matrix_file import decode_file, encode_file
 
 DATA = Path(__file__).parent / "data"
 GOLDEN = load_file(DATA / "exl3_matrices.safetensors")
@@ -283,6 +282,7 @@ def test_files_there_and_back(tmp_path):
         "relative_frobenius": expected.relative_frobenius,
         "g_scale": expected.g_scale,
         "fallback": None,
+        "notes": [],
     }
     decode_file(out, back)
     result = load_file(back)
@@ -344,3 +344,21 @@ def test_huge_hessian_gives_no_figure_rather_than_nan():
     assert found.proxy_error is None and found.output_energy is None
     assert any("too large" in note for note in found.notes) or found.fallback
     assert found.relative_frobenius < 0.5
+
+
+@pytest.mark.parametrize(
+    ("tensors", "message"),
+    [
+        ({"W": torch.ones(128, 128, dtype=torch.float64)}, "W is not a matrix"),
+        ({"W": torch.ones(128, 128), "count": torch.tensor([1, 2])}, "rows is no number"),
+        ({"W": torch.ones(128, 128), "count": torch.tensor(float("nan"))}, "rows is no number"),
+        ({"W": torch.ones(128, 128), "H": torch.ones(64, 64)}, "H does not fit"),
+        ({"W": torch.ones(128, 128), "H": torch.ones(128, 128).tril()}, "not symmetric"),
+    ],
+)
+def test_files_that_are_refused(tmp_path, tensors, message):
+    save_file(tensors, tmp_path / "in.safetensors")
+    with pytest.raises(QuantizeError, match=message) as raised:
+        encode_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", 3)
+    assert {"file", "tensor", "expected", "found", "fix"} <= raised.value.fields.keys()
+    assert not (tmp_path / "out.safetensors").exists()

@@ -223,6 +223,23 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     return Checkpoint(path, config, weight_map)
 
 
+def check_shards(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of which a shard is missing.
+
+    Raises:
+        CheckpointError: Naming the first one.
+    """
+    missing = [shard for shard in checkpoint.shards if not (checkpoint.path / shard).exists()]
+    if missing:
+        raise CheckpointError(
+            "A shard that the index names is missing.",
+            file=checkpoint.path / missing[0],
+            expected=f"{len(checkpoint.shards)} shards",
+            found=f"{len(missing)} of them missing",
+            fix="complete the download",
+        )
+
+
 def companions(checkpoint: Checkpoint) -> list[str]:
     """Return the files of a checkpoint that a release copies: all that hold no weights.
 

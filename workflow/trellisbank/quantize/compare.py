@@ -71,7 +71,7 @@ def compare_encodings(
             group: {
                 metric: {
                     "relative_output_error": [
-                        (totals[group, metric][i] / totals[group, metric][0]) ** 0.5 for i in (1, 2)
+                        _root(totals[group, metric][i], totals[group, metric][0]) for i in (1, 2)
                     ],
                     "experts_better": wins[group, metric],
                 }
@@ -80,6 +80,11 @@ def compare_encodings(
             for group in GROUPS
         },
     }
+
+
+def _root(error: float, whole: float) -> float | None:
+    """Relative error; None where the rows give no output."""
+    return (error / whole) ** 0.5 if whole else None
 
 
 def _expert_energies(

@@ -4,12 +4,9 @@
 from __future__ import annotations
 
 import math
-import os
-import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -21,16 +18,12 @@ from trellisbank.formats import trellis
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
 from trellisbank.quantize.hessian import Finalized, Hessian, block_ldl, finalize, rotate
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
-from trellisbank.safetensors_io import read_file, write_tensors
 
 ENCODER_VERSION = 2
 """Rises whenever the encoder's bytes change, so that a bank never mixes two versions."""
 
 CODEBOOK = "mul1"
 """What is written; the other codebooks are only read."""
-
-NO_NAME = "matrix"
-"""Name that signs are derived from when none is given."""
 
 
 @dataclass(frozen=True)
@@ -393,122 +386,3 @@ def _ratio(error: float | None, whole: float | None) -> float | None:
 
 def _norm(matrix: Tensor) -> float:
     return float(matrix.double().norm())
-
-
-def _one_matrix(path: Path, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in tensors:
-            raise QuantizeError(
-                f"tensor {name} is missing",
-                file=path,
-                expected=", ".join(names),
-                found=", ".join(tensors) or "no tensors",
-                fix="write the file with these names",
-            )
-
-
-def encode_file(
-    in_path: str | os.PathLike[str],
-    out_path: str | os.PathLike[str],
-    rate: int,
-    name: str | None = None,
-    signs_path: str | os.PathLike[str] | None = None,
-    options: Options = Options(),
-    threads: int = 1,
-) -> dict[str, float | str | None]:
-    """Encode the matrix of a file (`trellisbank encode`).
-
-    Args:
-        in_path: safetensors with ``W`` (in, out) bf16, fp16 or fp32; optionally ``H`` fp32
-            (in, in) = ``X^T X`` and ``count`` (1 when absent).
-        out_path: gets ``trellis``, ``suh``, ``svh``, ``mul1``.
-        rate: bits a weight, 1..8.
-        name: what the signs are derived from; ``matrix`` when absent.
-        signs_path: safetensors with ``suh`` and ``svh`` whose signs are used instead.
-        options: parameters.
-        threads: worker threads.
-
-    Returns:
-        ``proxy_error`` (None without a usable ``H``), ``relative_frobenius``, ``g_scale``,
-        ``fallback`` (None or the reason), ``seconds``.
-
-    Raises:
-        QuantizeError: for missing tensors, wrong shapes, and as `quantize_matrix`.
-    """
-    tensors = read_file(in_path)
-    _one_matrix(Path(in_path), tensors, ("W",))
-    weight = tensors["W"]
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise QuantizeError(
-            "W is not a matrix of weights",
-            file=in_path,
-            tensor="W",
-            expected="two axes (in, out), bf16, fp16 or fp32",
-            found=f"{weight.dtype} {list(weight.shape)}",
-            fix="dequantize the matrix first",
-        )
-    hessian = tensors.get("H")
-    count = int(tensors["count"]) if "count" in tensors else 1
-    signs = None
-    if signs_path is not None:
-        given = read_file(signs_path)
-        _one_matrix(Path(signs_path), given, ("suh", "svh"))
-        if given["suh"].shape != weight.shape[:1] or given["svh"].shape != weight.shape[1:]:
-            raise QuantizeError(
-                "signs do not fit the matrix",
-                file=signs_path,
-                expected=f"suh [{weight.shape[0]}], svh [{weight.shape[1]}]",
-                found=f"suh {list(given['suh'].shape)}, svh {list(given['svh'].shape)}",
-                fix="take the signs of an encoding of the same matrix",
-            )
-        # Regularizing divides by a negative constant: stored input signs are those drawn, negated.
-        signs = (_signs_of(-given["suh"]), _signs_of(given["svh"]))
-    start = time.perf_counter()
-    encoded = quantize_matrix(
-        weight,
-        None if hessian is None else hessian.float(),
-        count,
-        rate,
-        name or NO_NAME,
-        options,
-        signs=signs,
-        threads=threads,
-    )
-    seconds = time.perf_counter() - start
-    write_tensors(out_path, encoded.tensors)
-    return {
-        "proxy_error": encoded.proxy_error,
-        "relative_frobenius": encoded.relative_frobenius,
-        "g_scale": encoded.g_scale,
-        "fallback": encoded.fallback,
-        "seconds": seconds,
-    }
-
-
-def _signs_of(scales: Tensor) -> Tensor:
-    return torch.where(scales < 0, -1.0, 1.0)
-
-
-def decode_file(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str]) -> None:
-    """Decode the matrix of a file (`trellisbank decode`).
-
-    Args:
-        in_path: safetensors with ``trellis``, ``suh``, ``svh`` and ``mul1``, ``mcg`` or neither
-            (3INST).
-        out_path: gets ``inner`` fp16 and ``weight`` fp32, both (in, out).
-
-    Raises:
-        QuantizeError: for missing tensors.
-        FormatError: for tensors outside the format.
-    """
-    tensors = read_file(in_path)
-    _one_matrix(Path(in_path), tensors, ("trellis", "suh", "svh"))
-    codebook = "3inst"
-    for name in trellis.MARKERS:
-        if name in tensors:
-            trellis.check_marker(name, int(tensors[name]))
-            codebook = name
-    packed, suh, svh = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
-    weight = trellis.decode(packed, suh, svh, codebook)
-    inner = trellis.decode_inner(packed, codebook)
-    write_tensors(out_path, {"inner": torch.from_numpy(inner), "weight": torch.from_numpy(weight)})

@@ -123,6 +123,14 @@ def finish_release(
     tensors: dict[str, TensorInfo] = {}
     weight_map: dict[str, str] = {}
     for shard in checkpoint.shards:
+        if not (out / shard).exists():
+            raise ReleaseError(
+                "A shard of the release is gone.",
+                file=out / shard,
+                expected=f"{receipts[shard]['bytes']} bytes",
+                found="no file",
+                fix="remove the shard's receipt and run again",
+            )
         header = read_header(out / shard)
         if header.size != receipts[shard]["bytes"]:
             raise ReleaseError(
