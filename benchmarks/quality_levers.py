@@ -67,6 +67,7 @@ def encode_layer(source: Path, run: Path, folder: Path, layer: int, name: str) -
         min_tokens=16,
         options=options,
         down_weighting=weighting,
+        backend="cpu",
         threads=1,
         ledger_path=folder / f"ledger-{layer}.json",
     )

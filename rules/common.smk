@@ -5,7 +5,7 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
-from trellisbank.checkpoint import open_checkpoint
+from trellisbank.checkpoint import check_shards, open_checkpoint
 from trellisbank.errors import TrellisbankError
 from trellisbank.model.config import model_config
 from trellisbank.plan.recipe import MEASURED, base_name, base_slice, needs_statistics
@@ -16,6 +16,7 @@ from trellisbank.settings import check_windows, load_settings
 try:
     settings = load_settings(config, Path(workflow.basedir) / "config/schema.yaml", "configuration")
     SOURCE = open_checkpoint(settings["source"])
+    check_shards(SOURCE)
     MODEL = model_config(SOURCE.config)
     SEPARATOR = start_token(SOURCE)
     check_windows(settings, MODEL.max_position_embeddings)

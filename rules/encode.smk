@@ -17,7 +17,7 @@ rule encode:
     benchmark:
         "<run>/benchmarks/encode/{wanted}.{layer}.{block}.tsv"
     conda:
-        "../envs/cpu.yaml"
+        "../envs/cuda.yaml" if settings["encode"]["backend"] == "exllamav3" else "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
     params:
         code=code("encode"),
@@ -30,10 +30,12 @@ rule encode:
         layer=lambda wildcards: number(wildcards.layer),
         block=lambda wildcards: number(wildcards.block),
         experts_per_block=settings["encode"]["experts_per_block"],
+        backend=settings["encode"]["backend"],
         min_tokens=settings["encode"]["min_tokens"],
         sigma_reg=settings["encode"]["sigma_reg"],
         out_scales=settings["encode"]["out_scales"],
         refit=settings["encode"]["refit"],
+        scaled_hessian=settings["encode"]["scaled_hessian"],
         down_weighting=settings["encode"]["down_weighting"],
     message:
         "Encode what {wildcards.wanted} wants of {wildcards.layer}, {wildcards.block}"
@@ -52,7 +54,7 @@ rule probe_grid:
     benchmark:
         "<run>/benchmarks/probe_grid.tsv"
     conda:
-        "../envs/cpu.yaml"
+        "../envs/cuda.yaml" if settings["encode"]["backend"] == "exllamav3" else "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
     params:
         code=code("probe_grid"),

@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -6,9 +8,10 @@ from cut import cut_checkpoint
 from trellisbank.bank import Bank
 from trellisbank.errors import QuantizeError
 from trellisbank.files import read_json, write_json
-from trellisbank.quantize.block import describe_hessians, encode_block
+from trellisbank.quantize import block
+from trellisbank.quantize.block import describe_hessians, encode_block, map_captures
 from trellisbank.quantize.expert import Options
-from trellisbank.safetensors_io import write_tensors
+from trellisbank.safetensors_io import read_file, write_tensors
 
 
 @pytest.fixture(scope="module")
@@ -27,6 +30,7 @@ def layer(tmp_path_factory):
                 "route_indices": torch.rand(3, 50, 3).argsort(dim=2),
                 "route_weights": torch.rand(3, 50, 3),
             },
+            {"layer": "0"},
         )
     describe_hessians(
         source=folder / "source",
@@ -43,6 +47,7 @@ def layer(tmp_path_factory):
         "down_weighting": "none",
         "min_tokens": 16,
         "options": Options(),
+        "backend": "cpu",
         "threads": 1,
         "experts_per_block": 2,
     }
@@ -106,9 +111,10 @@ def test_every_setting_that_changes_bytes_changes_the_key(layer, tmp_path):
             {"options": Options(sigma_reg=0.02)},
             {"options": Options(out_scales=False)},
             {"options": Options(refit=False)},
+            {"options": Options(scaled_hessian=True)},
         )
     }
-    assert len(keys) == 5
+    assert len(keys) == 6
 
 
 def test_expert_without_tokens_falls_back_and_says_so(layer, tmp_path):
@@ -123,4 +129,64 @@ def test_captures_of_another_run_are_refused(layer, tmp_path):
         encode(layer, tmp_path, [(0, "down", 2)], captures=layer["captures"][::-1])
     with pytest.raises(QuantizeError, match="down_weighting route"):
         encode(layer, tmp_path, [(0, "down", 2)], down_weighting="route")
+    with pytest.raises(QuantizeError, match="captures"):
+        encode(layer, tmp_path, [(0, "down", 2)], captures=[tmp_path / "gone"] * 2)
     assert not (tmp_path / "ledger.json").exists()
+
+
+def test_overflowing_hessians_are_described_and_fall_back(layer, tmp_path):
+    """Finite activations whose squares leave fp32: counted, named, never a crash."""
+    huge = []
+    for number, path in enumerate(layer["captures"]):
+        tensors = read_file(path)
+        tensors["ffn_input"] = (tensors["ffn_input"].float() * 1e19).bfloat16()
+        huge.append(tmp_path / f"huge{number}.safetensors")
+        write_tensors(huge[-1], tensors, {"layer": "0"})
+    receipt = tmp_path / "hessians.json"
+    describe_hessians(
+        source=layer["source"], layer=0, captures=huge, down_weighting="none", receipt_path=receipt
+    )
+    gate_up = read_json(receipt)["experts"][0]
+    assert gate_up["trace"] is None and gate_up["rank"] is None
+    wanted = [(0, "gate_up", 2)]
+    (entry,) = encode(layer, tmp_path, wanted, captures=huge, hessians_path=receipt)
+    assert "not finite" in entry["fallback"]
+    assert entry["matrices"]["w1"]["proxy_error"] is None
+
+
+def test_capture_of_another_layer_is_refused(layer):
+    with pytest.raises(QuantizeError, match="layer 1"):
+        map_captures(layer["captures"], 1)
+
+
+def test_drawing_ahead_changes_neither_bytes_nor_errors(layer, tmp_path, monkeypatch):
+    wanted = [(0, "gate_up", 2), (1, "gate_up", 2)]
+    plain = encode(layer, tmp_path / "a", wanted)
+    choose = block.choose_backend
+    monkeypatch.setattr(block, "choose_backend", lambda *a: replace(choose(*a), ahead=3))
+    assert encode(layer, tmp_path / "b", wanted) == plain
+
+    def broken(*_):
+        raise QuantizeError("no Hessian today")
+
+    monkeypatch.setattr(block, "expert_hessians", broken)
+    with pytest.raises(QuantizeError, match="no Hessian today"):
+        encode(layer, tmp_path / "c", wanted)
+
+
+def test_what_was_encoded_before_an_error_stays(layer, tmp_path, monkeypatch):
+    choose = block.choose_backend
+
+    def halting(*arguments):
+        backend = choose(*arguments)
+
+        def encode_one(works):
+            yield next(backend.encode(works))
+            raise QuantizeError("interrupted")
+
+        return replace(backend, encode=encode_one)
+
+    monkeypatch.setattr(block, "choose_backend", halting)
+    with pytest.raises(QuantizeError, match="interrupted"):
+        encode(layer, tmp_path, [(0, "down", 2), (1, "down", 2)])
+    assert len(bank_files(tmp_path)) == 1

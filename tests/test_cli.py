@@ -99,7 +99,7 @@ def test_encode_and_decode(capsys, tmp_path):
     code, out, _ = run(capsys, *words, "--name", "some.matrix")
     told = json.loads(out)
     assert code == 0 and told.keys() == {
-        "proxy_error", "relative_frobenius", "g_scale", "fallback", "seconds"
+        "proxy_error", "relative_frobenius", "g_scale", "fallback", "notes", "seconds"
     }  # fmt: skip
     assert run(capsys, "decode", encoded, decoded)[0] == 0
     tensors = read_file(decoded)

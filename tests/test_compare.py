@@ -25,7 +25,7 @@ def capture(tmp_path_factory):
         "route_weights": torch.rand(2, 30, 3),
     }
     path = tmp_path_factory.mktemp("capture") / "capture.safetensors"
-    write_tensors(path, tensors)
+    write_tensors(path, tensors, {"layer": "0"})
     return path, tensors
 
 

@@ -164,3 +164,16 @@ def test_rank_deficiency_is_counted(tokens):
 def test_statistics_of_a_broken_matrix():
     found = hessian.statistics(hessian.Hessian(torch.full((16, 16), float("nan")), 4))
     assert found.rank is None and found.condition is None
+
+
+@given(st.sampled_from([20, 50, 80, 200]), st.integers(0, 2**31))
+@settings(max_examples=20, deadline=None)
+def test_rank_and_condition_from_pivots(tokens, seed):
+    h = hessian.empty(64)
+    spread = torch.logspace(0, -2, 64)
+    hessian.accumulate(h, torch.randn(tokens, 64, generator=generator(seed)) * spread)
+    found = hessian.statistics(h)
+    eigenvalues = torch.linalg.eigvalsh(h.matrix.double())
+    assert found.rank == min(tokens, 64) and found.condition >= 1
+    if tokens >= 64:
+        assert found.condition <= 1.01 * float(eigenvalues[-1] / eigenvalues[0])

@@ -2,6 +2,7 @@
 """Routing and the sum over experts, against a loop over tokens."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -93,6 +94,24 @@ def test_sum_over_experts() -> None:
         # A product of few tokens may round its last bit otherwise than one of a single token.
         assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=2**-7)
         assert (found == expected).float().mean() > 0.95
+
+
+def test_tokens_of_several_rows_go_in_bounded_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = draw(3, 7, 32)
+    chosen, routing = moe.route(CFG, x, draw(6, 32, seed=1) / 4, torch.zeros(6))
+    expected = by_token(x, chosen, routing)
+    seen: list[int] = []
+    multiply = moe.expert_output
+
+    def watched(part: Tensor, *others: Any) -> Tensor:
+        seen.append(len(part))
+        return multiply(part, *others)
+
+    monkeypatch.setattr(moe, "expert_output", watched)
+    monkeypatch.setattr(moe, "TOKENS", 4)
+    found = moe.moe(CFG, x, chosen, routing, expert, expert(9), by_row=False)
+    assert torch.allclose(found.float(), expected.float(), rtol=2**-6, atol=2**-7)
+    assert max(seen) == 4 and sum(seen) == chosen.numel() + 21
 
 
 def test_rows_do_not_see_one_another() -> None:

@@ -223,11 +223,15 @@ def test_named_target_release_stops_before_scoring(clone, tmp_path):
     [
         ({"recipe": {}}, "known keys here"),
         ({"source": "nowhere"}, "cannot be read"),
+        ({"source": "partial"}, "1 of them missing"),
         ({"panels": {"code": {"texts": ["nothing*"], "window": 64, "windows": 8}}}, "texts"),
     ],
-    ids=["unknown key", "no source", "no text"],
+    ids=["unknown key", "no source", "missing shard", "no text"],
 )
 def test_configurations_that_are_refused(clone, tmp_path, change, message):
+    if not (clone.folder / "partial").exists():
+        shutil.copytree(clone.folder / "source", clone.folder / "partial")
+        next((clone.folder / "partial").glob("*.safetensors")).unlink()
     (clone.folder / "bad.yaml").write_text(yaml.safe_dump(CONFIG | {"source": "source"} | change))
     done = subprocess.run(
         [sys.executable, "-m", "snakemake", "--profile", "local", "--configfile", "bad.yaml", "-n"],

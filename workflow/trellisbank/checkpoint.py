@@ -106,11 +106,13 @@ class Checkpoint:
         dtype = self.info(f"{stem}.weight").dtype
         return {"I8": "mxfp4", "F8_E4M3": "fp8_block"}.get(dtype, "plain")
 
-    def weight(self, stem: str) -> torch.Tensor:
+    def weight(self, stem: str, device: torch.device | str = "cpu") -> torch.Tensor:
         """A weight in working precision.
 
         Args:
             stem: Name without its last part, for example `layers.3.attn.wq_a`.
+            device: Where it goes; what is stored is moved there first, so that codes of 4 and 8
+                bits travel and not what they stand for.
 
         Returns:
             [out, in]: bf16, exact for MXFP4 and FP8 and rounded once from fp32 for EXL3; a plain
@@ -123,11 +125,11 @@ class Checkpoint:
         kind = self.stored_as(stem)
         try:
             if kind == "exl3":
-                return self._exl3(stem)
-            weight = self.tensor(f"{stem}.weight")
+                return self._exl3(stem).to(device)
+            weight = self.tensor(f"{stem}.weight").to(device)
             if kind == "plain":
                 return weight
-            scale = self.tensor(f"{stem}.scale")
+            scale = self.tensor(f"{stem}.scale").to(device)
             decode = mxfp4.dequantize if kind == "mxfp4" else fp8_block.dequantize
             return decode(weight, scale)
         except FormatError as trouble:
@@ -237,6 +239,23 @@ def _add_banks(checkpoint: Checkpoint) -> None:
     found, headers = bank_plan.locate(plan, checkpoint.path, experts, checkpoint.weight_map)
     checkpoint.weight_map.update(found)
     checkpoint._headers.update(headers)
+
+
+def check_shards(checkpoint: Checkpoint) -> None:
+    """Refuse a checkpoint of which a shard is missing.
+
+    Raises:
+        CheckpointError: Naming the first one.
+    """
+    missing = [shard for shard in checkpoint.shards if not (checkpoint.path / shard).exists()]
+    if missing:
+        raise CheckpointError(
+            "A shard that the index names is missing.",
+            file=checkpoint.path / missing[0],
+            expected=f"{len(checkpoint.shards)} shards",
+            found=f"{len(missing)} of them missing",
+            fix="complete the download",
+        )
 
 
 def companions(checkpoint: Checkpoint) -> list[str]:

@@ -294,8 +294,9 @@ def _forward(options: argparse.Namespace) -> None:
 
 
 def _encode(options: argparse.Namespace) -> None:
-    from trellisbank.quantize.expert import encode_file
+    from trellisbank.quantize.matrix_file import encode_file
 
+    _progress(f"encoding {options.input} at {options.rate} bits a weight")
     print(
         json.dumps(
             encode_file(options.input, options.output, options.rate, options.name, options.signs)
@@ -304,7 +305,7 @@ def _encode(options: argparse.Namespace) -> None:
 
 
 def _decode(options: argparse.Namespace) -> None:
-    from trellisbank.quantize.expert import decode_file
+    from trellisbank.quantize.matrix_file import decode_file
 
     decode_file(options.input, options.output)
 

@@ -20,6 +20,9 @@ VALUES = torch.tensor(
     [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
 )
 
+# The two values of a byte.
+PAIRS = torch.stack((VALUES.repeat(16), VALUES.repeat_interleave(16)), dim=-1)
+
 
 def _check_scales(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     if tuple(scales.shape) != (rows, columns // GROUP) or columns % GROUP:
@@ -57,9 +60,8 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     check_codes(codes, torch.int8, scales)
     rows, half = codes.shape
     scale = _check_scales(scales, rows, 2 * half)
-    packed = codes.view(torch.uint8).to(torch.int64)
-    nibbles = torch.stack((packed & 15, packed >> 4), dim=-1).reshape(rows, 2 * half)
-    return (VALUES[nibbles] * scale).to(torch.bfloat16)
+    values = PAIRS.to(codes.device)[codes.view(torch.uint8).int()].view(rows, 2 * half)
+    return (values * scale).to(torch.bfloat16)
 
 
 def requantize(weight: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:

@@ -228,14 +228,25 @@ def attend(query: Tensor, keys: Tensor, positions: Tensor, sink: Tensor) -> Tens
     flat = keys.reshape(rows * count, width)
     offset = torch.arange(rows, device=keys.device).view(-1, 1, 1) * count
     step = max(1, GATHER_BYTES // (4 * rows * positions.shape[-1] * width))
+    # A GPU multiplies bf16 with fp32 sums and results as it is; its gradient would be bf16.
+    narrow = query.is_cuda and not torch.is_grad_enabled()
     parts = []
     for part, where in zip(query.split(step, 1), positions.split(step, 1), strict=True):
         # An embedding look-up, since its gradient is summed in fp32 and in a fixed order.
-        own = F.embedding(where.clamp_min(0) + offset, flat).float()
-        scores = (part.float() @ own.mT) * width**-0.5
+        own = F.embedding(where.clamp_min(0) + offset, flat)
+        own = own if narrow else own.float()
+        scores = _wide_product(part, own.mT) * width**-0.5
         scores = scores.masked_fill((where < 0).unsqueeze(-2), -torch.inf)
         highest = scores.detach().amax(-1, keepdim=True)  # cancels, so has no gradient
         raised = torch.exp(scores - highest)
         total = raised.sum(-1, keepdim=True) + torch.exp(sink.unsqueeze(-1) - highest)
-        parts.append(((raised.to(BF16).float() @ own) / total).to(BF16))
+        parts.append((_wide_product(raised.to(BF16), own) / total).to(BF16))
     return torch.cat(parts, dim=1)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """Product of bf16 numbers `[rows, S, ., .]` in fp32; `b` may be widened already."""
+    if b.dtype == torch.float32:
+        return a.float() @ b
+    wide: Tensor = torch.bmm(a.flatten(0, 1), b.flatten(0, 1), out_dtype=torch.float32)
+    return wide.view(*a.shape[:2], *wide.shape[1:])

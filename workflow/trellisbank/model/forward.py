@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The forward, one layer at a time: prefill of whole rows from position 0.
 
-A row's result depends on its own ids alone. With `rows_at_once=1` (the default) that holds to
-the last bit, whatever other rows are run beside it.
+A row's result depends on its own ids alone. On a CPU with `rows_at_once=1` (the default) that
+holds to the last bit, whatever other rows are run beside it. On a GPU an expert multiplies its
+tokens of all rows at once, since a row's few would leave it idle: the last bit of a product may
+then depend on their number, and through routing and selection what follows (docs/performance.md).
 """
 
 from collections.abc import Callable
@@ -162,7 +164,7 @@ def run_layer(
         capture.route_weights,
         experts,
         shared_expert(weights),
-        by_row=rows_at_once == 1,
+        by_row=rows_at_once == 1 and state.stream.device.type == "cpu",
     )
     for place, comb in enumerate(combs):
         part = slice(place * rows_at_once, (place + 1) * rows_at_once)

@@ -10,6 +10,9 @@ from torch import Tensor
 from trellisbank.model.config import ModelConfig
 from trellisbank.model.primitives import BF16, linear
 
+TOKENS = 1 << 15
+"""Tokens of several rows multiplied at a time: bounds an expert's activations (some 1.3 GB)."""
+
 ExpertWeights = tuple[Tensor, Tensor, Tensor]
 """`w1 [I, D]`, `w2 [D, I]`, `w3 [I, D]`: gate, down, up."""
 
@@ -84,7 +87,7 @@ def moe(
         shared: Weights of the shared expert.
         by_row: Multiply the tokens of one row at a time. A product's last bit may depend on
             how many tokens it holds; this way a row's result never depends on its neighbours.
-            Training passes False: a call an expert.
+            Training and GPUs pass False: an expert's tokens of all rows, `TOKENS` at a time.
 
     Returns:
         bf16 `[rows, S, D]`; the sum is kept in fp32 and rounded once.
@@ -105,14 +108,18 @@ def moe(
         if not any(by_rows):
             continue
         weights = experts(expert)
-        for count in by_rows if by_row else [sum(by_rows)]:
+        parts = by_rows
+        if not by_row:
+            whole, rest = divmod(sum(by_rows), TOKENS)
+            parts = [TOKENS] * whole + [rest]
+        for count in parts:
             if not count:
                 continue
             part = slice(start, start + count)
             start += count
             output = expert_output(flat[tokens[part]], weights, cfg.swiglu_limit, routing[part])
             total.index_add_(0, tokens[part], output.float())
-    step = length if by_row else len(flat)
+    step = length if by_row else TOKENS
     sums = [
         (routed + expert_output(part, shared, cfg.swiglu_limit).float()).to(BF16)
         for routed, part in zip(total.split(step), flat.split(step), strict=True)

@@ -67,7 +67,8 @@ def stream_layer(
     after, captured = advance(opened, cfg, layer, ids, before)
     save_state(Path(state_after), after, layer)
     if capture is not None:
-        write_tensors(capture, {name: getattr(captured, name) for name in CAPTURED})
+        tensors = {name: getattr(captured, name) for name in CAPTURED}
+        write_tensors(capture, tensors, {"layer": str(layer)})
     write_json(
         stats,
         {

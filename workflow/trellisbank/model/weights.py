@@ -123,7 +123,7 @@ def _load(
     device: torch.device | str,
     dtype: torch.dtype,
 ) -> Tensor:
-    weight = checkpoint.tensor(stem) if spec.role == "bare" else checkpoint.weight(stem)
+    weight = checkpoint.tensor(stem) if spec.role == "bare" else checkpoint.weight(stem, device)
     if tuple(weight.shape) != spec.shape:
         raise CheckpointError(
             "A tensor has another shape than config.json gives it.",

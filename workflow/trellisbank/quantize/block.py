@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Literal, TypeVar
 
 import torch
 from blake3 import blake3
@@ -16,7 +19,9 @@ from trellisbank.checkpoint import Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import QuantizeError
 from trellisbank.files import blake3_file, digest_json, read_json, write_json
 from trellisbank.model.config import ModelConfig, model_config
-from trellisbank.quantize.expert import ENCODER_VERSION, EncodedMatrix, Options, encode_group
+from trellisbank.model.state import CAPTURED
+from trellisbank.quantize.backend import Choice, choose_backend
+from trellisbank.quantize.expert import EncodedMatrix, Options, Work
 from trellisbank.quantize.hessian import Capture, Hessian, expert_hessians, statistics
 from trellisbank.safetensors_io import map_tensor, read_header, tensor_bytes
 
@@ -24,19 +29,50 @@ Pathlike = str | os.PathLike[str]
 Weighting = Literal["none", "route"]
 Progress = Callable[[str], None]
 
-ENCODER = "cpu"
+Item = TypeVar("Item")
 
 
-def device_class() -> str:
-    """What of this machine the encoder's bytes may depend on: processor and vector instructions."""
-    return f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}"
+@dataclass(frozen=True)
+class Missing(Work):
+    """A work whose result goes into the bank.
+
+    Attributes:
+        key: under which it goes there.
+        entry: what was wanted: layer, expert, group, rate.
+    """
+
+    key: str
+    entry: dict[str, Any]
 
 
-def map_captures(paths: Sequence[Pathlike]) -> list[Capture]:
-    """Map the captures of all splits; memory is the page cache's, not ours."""
-    headers = [read_header(path) for path in paths]
-    names = ("ffn_input", "route_indices", "route_weights")
-    return [tuple(map_tensor(header, name) for name in names) for header in headers]  # type: ignore[misc]
+def map_captures(paths: Sequence[Pathlike], layer: int) -> list[Capture]:
+    """Map the captures of all splits of a layer; memory is the page cache's, not ours.
+
+    Raises:
+        QuantizeError: A capture is gone, or one of another layer.
+    """
+    captures = []
+    for path in paths:
+        if not os.path.exists(path):
+            raise QuantizeError(
+                "A capture that is needed to encode is gone.",
+                file=path,
+                layer=layer,
+                expected="the FFN inputs of the calibration rows",
+                fix="make captures again (target `captures` of the workflow), then run again",
+            )
+        header = read_header(path)
+        if header.metadata.get("layer") != str(layer):
+            raise QuantizeError(
+                "A capture is of another layer.",
+                file=path,
+                expected=f"layer {layer}",
+                found=f"layer {header.metadata.get('layer')}",
+                fix="give the captures of this layer",
+            )
+        ffn_input, indices, weights = (map_tensor(header, name) for name in CAPTURED)
+        captures.append((ffn_input, indices, weights))
+    return captures
 
 
 def describe_hessians(
@@ -55,10 +91,11 @@ def describe_hessians(
     """
     checkpoint = open_checkpoint(source)
     cfg = model_config(checkpoint.config)
-    mapped = map_captures(captures)
+    mapped = map_captures(captures, layer)
     described = []
     for expert in range(cfg.n_routed_experts):
-        pair = _hessians(checkpoint, cfg, layer, expert, mapped, down_weighting)
+        weights = _weights(checkpoint, layer, expert)
+        pair = _hessians(cfg, expert, weights, mapped, down_weighting)
         for group, hessian in pair.items():
             measured = asdict(statistics(hessian))
             measured["tokens"] = measured.pop("count")
@@ -90,6 +127,7 @@ def encode_block(
     min_tokens: int,
     options: Options,
     down_weighting: Weighting,
+    backend: Choice,
     threads: int,
     ledger_path: Pathlike,
     progress: Progress = lambda _: None,
@@ -97,7 +135,8 @@ def encode_block(
     """Bring the wanted experts of a block into the bank and write the block's ledger.
 
     What the bank holds already is looked up by key and not encoded again, so an interrupted job
-    goes on where it ended. An expert's bytes depend neither on its block nor on `threads`.
+    goes on where it ended. An expert's bytes depend neither on its block nor on `threads`. Where
+    the encoder is a GPU, reading and Hessians go ahead of it and writing behind it.
 
     Args:
         source: Folder of the source.
@@ -111,18 +150,21 @@ def encode_block(
         min_tokens: Routed tokens below which an expert is encoded without its Hessian.
         options: Parameters of the encoder.
         down_weighting: Whether the rows of the down Hessian carry their routing weight.
+        backend: Which encoder.
         threads: CPU threads.
         ledger_path: Written: one entry for each wanted expert, group and rate of the block.
         progress: Told of each expert.
 
     Raises:
-        QuantizeError: The captures are not those of the receipt, or a weight cannot be encoded.
+        QuantizeError: The captures are not those of the receipt, a weight cannot be encoded, or
+            the encoder asked for is not there.
     """
     checkpoint = open_checkpoint(source)
     cfg = model_config(checkpoint.config)
     first = block * experts_per_block
     experts = range(first, min(first + experts_per_block, cfg.n_routed_experts))
     wanted = [e for e in read_json(wanted_path)["entries"] if e["expert"] in experts]
+    wanted.sort(key=lambda entry: entry["expert"])
     receipt = read_json(hessians_path)
     if receipt["down_weighting"] != down_weighting or receipt["layer"] != layer:
         raise QuantizeError(
@@ -134,66 +176,108 @@ def encode_block(
             fix="run the hessians rule again",
         )
     store = Bank(bank)
+    encoder = choose_backend(backend, options, min_tokens, threads)
     parameters = asdict(options) | {"min_tokens": min_tokens, "down_weighting": down_weighting}
-    mapped: list[Capture] = []
-    entries: list[dict[str, Any]] = []
-    hits = 0
-    for expert in experts:
-        mine = [entry for entry in wanted if entry["expert"] == expert]
-        if not mine:
-            continue
-        pair: dict[str, Hessian] = {}
-        for entry in mine:
-            group, rate = entry["group"], entry["rate"]
-            key = expert_key(
-                weights=_weight_hashes(checkpoint, layer, expert, group),
-                captures=digest_json(receipt["captures"]),
-                rate=rate,
-                parameters=parameters,
-                encoder=ENCODER,
-                encoder_version=ENCODER_VERSION,
-                device_class=device_class(),
-            )
-            if store.has(key):
-                hits += 1
-            else:
-                mapped = mapped or _checked_captures(captures, receipt["captures"])
-                pair = pair or _hessians(checkpoint, cfg, layer, expert, mapped, down_weighting)
-                encoded = encode_group(
-                    {m: checkpoint.weight(expert_stem(layer, expert, m)).T for m in GROUPS[group]},
-                    pair[group].matrix,
-                    pair[group].count,
-                    rate,
-                    f"layers.{layer}.ffn.experts.{expert}",
-                    options,
-                    min_tokens=min_tokens,
-                    threads=threads,
+    hashes = {e: _weight_hashes(checkpoint, layer, e) for e in {w["expert"] for w in wanted}}
+    keys = [
+        expert_key(
+            weights={name: hashes[entry["expert"]][name] for name in _read(layer, entry)},
+            captures=digest_json(receipt["captures"]),
+            rate=entry["rate"],
+            parameters=parameters,
+            encoder=encoder.encoder,
+            encoder_version=encoder.version,
+            device_class=encoder.device_class,
+        )
+        for entry in wanted
+    ]
+    absent = [(k, entry) for k, entry in zip(keys, wanted, strict=True) if not store.has(k)]
+    hits = len(wanted) - len(absent)
+    if absent:
+        mapped = map_captures(captures, layer)
+
+        def works() -> Iterator[Missing]:
+            for expert, own in groupby(absent, key=lambda item: item[1]["expert"]):
+                weights = _weights(checkpoint, layer, expert, encoder.device)
+                hessians = _hessians(cfg, expert, weights, mapped, down_weighting)
+                for key, entry in own:
+                    group = entry["group"]
+                    yield Missing(
+                        stem=f"layers.{layer}.ffn.experts.{expert}",
+                        weights={matrix: weights[matrix].T for matrix in GROUPS[group]},
+                        hessian=hessians[group],
+                        rate=entry["rate"],
+                        key=key,
+                        entry=entry,
+                    )
+
+        with ThreadPoolExecutor(1) as writer:
+            # Ahead of the first write, which waits for it.
+            check = writer.submit(_check_captures, captures, receipt["captures"])
+            writes: list[Future[None]] = []
+            for work, encoded in encoder.encode(_ahead(works(), encoder.ahead)):
+                assert isinstance(work, Missing)
+                writes.append(writer.submit(_put, check, store, work, encoded))
+                if check.done():
+                    check.result()
+                progress(
+                    f"layer {layer}: expert {work.entry['expert']}, {hits + len(writes)} of "
+                    f"{len(wanted)} ({hits} hits)"
                 )
-                store.put(key, _tensors(encoded), entry | _measured(key, pair[group], encoded))
-            entries.append(store.entry(store.header(key)))
-        progress(f"layer {layer}: expert {expert}, {len(entries)} of {len(wanted)} ({hits} hits)")
+            for write in writes:
+                write.result()
     write_json(
         ledger_path,
-        {"schema": "trellisbank/ledger/1", "layer": layer, "block": block, "entries": entries},
+        {
+            "schema": "trellisbank/ledger/1",
+            "layer": layer,
+            "block": block,
+            "entries": [store.entry(store.header(key)) for key in keys],
+        },
     )
 
 
-def _weight_hashes(checkpoint: Checkpoint, layer: int, expert: int, group: str) -> dict[str, str]:
-    """Hash of every tensor that an encoding reads: the down Hessian needs gate and up too."""
-    matrices = GROUPS["gate_up"] if group == "gate_up" else ("w1", "w3", "w2")
-    names = (
-        f"{expert_stem(layer, expert, matrix)}.{part}"
+def _ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
+    """The items, drawn by another thread up to `depth` of them ahead; 0: by this one."""
+    if not depth:
+        yield from items
+        return
+    iterator, end = iter(items), object()
+    with ThreadPoolExecutor(1) as reader:
+        drawn = deque(reader.submit(next, iterator, end) for _ in range(depth))
+        while (item := drawn.popleft().result()) is not end:
+            drawn.append(reader.submit(next, iterator, end))
+            yield item  # type: ignore[misc]
+
+
+def _put(
+    check: Future[None], store: Bank, work: Missing, encoded: dict[str, EncodedMatrix]
+) -> None:
+    check.result()
+    entry = work.entry | _measured(work.key, work.hessian, encoded)
+    store.put(work.key, _tensors(encoded), entry)
+
+
+def _read(layer: int, entry: Mapping[str, Any]) -> list[str]:
+    """Tensors that an encoding reads: the down Hessian needs gate and up too."""
+    matrices = GROUPS["gate_up"] if entry["group"] == "gate_up" else ("w1", "w3", "w2")
+    return [
+        f"{expert_stem(layer, entry['expert'], matrix)}.{part}"
         for matrix in matrices
         for part in ("weight", "scale")
-    )
+    ]
+
+
+def _weight_hashes(checkpoint: Checkpoint, layer: int, expert: int) -> dict[str, str]:
+    names = _read(layer, {"expert": expert, "group": "down"})
     return {name: blake3(tensor_bytes(checkpoint.tensor(name))).hexdigest() for name in names}
 
 
 def _matrix_hash(hessian: Hessian) -> str:
-    return blake3(tensor_bytes(hessian.matrix)).hexdigest()
+    return blake3(tensor_bytes(hessian.matrix.cpu())).hexdigest()
 
 
-def _checked_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> list[Capture]:
+def _check_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> None:
     for path, expected in zip(paths, hashes, strict=True):
         found = blake3_file(path)
         if found != expected:
@@ -204,18 +288,27 @@ def _checked_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> list[
                 found=f"blake3 {found}",
                 fix="run the hessians rule of this layer again",
             )
-    return map_captures(paths)
+
+
+def _weights(
+    checkpoint: Checkpoint, layer: int, expert: int, device: str = "cpu"
+) -> dict[str, torch.Tensor]:
+    """The matrices of an expert, bf16 `[out, in]`."""
+    return {
+        matrix: checkpoint.weight(expert_stem(layer, expert, matrix), device)
+        for matrix in ("w1", "w2", "w3")
+    }
 
 
 def _hessians(
-    checkpoint: Checkpoint,
     cfg: ModelConfig,
-    layer: int,
     expert: int,
+    weights: Mapping[str, torch.Tensor],
     captures: Sequence[Capture],
     down_weighting: Weighting,
 ) -> dict[str, Hessian]:
-    w1, w3 = (checkpoint.weight(expert_stem(layer, expert, m)) for m in GROUPS["gate_up"])
+    """Hessians of an expert's matrix groups, where its weights are."""
+    w1, w3 = weights["w1"], weights["w3"]
     pair = expert_hessians(captures, expert, w1, w3, cfg.swiglu_limit, down_weighting)
     return dict(zip(("gate_up", "down"), pair, strict=True))
 

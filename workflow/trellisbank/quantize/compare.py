@@ -54,7 +54,7 @@ def compare_encodings(
     """
     opened = [open_checkpoint(path) for path in (source, first, second)]
     cfg = model_config(opened[0].config)
-    mapped = map_captures(captures)
+    mapped = map_captures(captures, layer)
     totals = {(group, metric): [0.0, 0.0, 0.0] for group in GROUPS for metric in METRICS}
     wins = {place: [0, 0] for place in totals}
     for expert in range(cfg.n_routed_experts):
@@ -71,7 +71,7 @@ def compare_encodings(
             group: {
                 metric: {
                     "relative_output_error": [
-                        (totals[group, metric][i] / totals[group, metric][0]) ** 0.5 for i in (1, 2)
+                        _root(totals[group, metric][i], totals[group, metric][0]) for i in (1, 2)
                     ],
                     "experts_better": wins[group, metric],
                 }
@@ -80,6 +80,11 @@ def compare_encodings(
             for group in GROUPS
         },
     }
+
+
+def _root(error: float, whole: float) -> float | None:
+    """Relative error; None where the rows give no output."""
+    return (error / whole) ** 0.5 if whole else None
 
 
 def _expert_energies(

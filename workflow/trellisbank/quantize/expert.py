@@ -3,12 +3,10 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -18,18 +16,14 @@ from torch import Tensor
 from trellisbank.errors import QuantizeError
 from trellisbank.formats import trellis
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
-from trellisbank.quantize.hessian import Finalized, finalize
+from trellisbank.quantize.hessian import Finalized, Hessian, block_ldl, finalize, rotate
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
-from trellisbank.safetensors_io import read_file, write_tensors
 
 ENCODER_VERSION = 2
 """Rises whenever the encoder's bytes change, so that a bank never mixes two versions."""
 
 CODEBOOK = "mul1"
 """What is written; the other codebooks are only read."""
-
-NO_NAME = "matrix"
-"""Name that signs are derived from when none is given."""
 
 
 @dataclass(frozen=True)
@@ -40,11 +34,14 @@ class Options:
         sigma_reg: damping of the Hessian, as a share of its mean diagonal.
         out_scales: even out the sizes of the output channels before encoding.
         refit: fit the scales by least squares after encoding.
+        scaled_hessian: factor the Hessian once a matrix with its input scales, so that the error
+            feedback weighs channels as they are stored, instead of once for all with signs alone.
     """
 
     sigma_reg: float = 0.025
     out_scales: bool = True
     refit: bool = True
+    scaled_hessian: bool = False
 
 
 @dataclass(frozen=True)
@@ -127,7 +124,7 @@ def quantize_matrix(
     Raises:
         QuantizeError: for sizes, rates or weights that cannot be encoded. Hessians never raise.
     """
-    _check(weight, name)
+    check_weight(weight, name)
     k, n = weight.shape
     su, sv = signs or (random_signs(f"{name}/in", k), random_signs(f"{name}/out", n))
     with _one_torch_thread():
@@ -166,7 +163,7 @@ def encode_group(
         QuantizeError: as `quantize_matrix`.
     """
     for name, weight in weights.items():
-        _check(weight, f"{stem}.{name}")
+        check_weight(weight, f"{stem}.{name}")
     k = next(iter(weights.values())).shape[0]
     group = f"{stem}.{'+'.join(weights)}"
     with _one_torch_thread():
@@ -188,7 +185,53 @@ def encode_group(
         }
 
 
-def _check(weight: Tensor, name: str) -> None:
+@dataclass(frozen=True)
+class Work:
+    """One expert's matrices that read the same inputs, to be encoded at one rate.
+
+    Attributes:
+        stem: ``layers.{L}.ffn.experts.{E}``.
+        weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels
+            first.
+        hessian: of their inputs, on the weights' device.
+        rate: bits a weight, 1..8.
+    """
+
+    stem: str
+    weights: Mapping[str, Tensor]
+    hessian: Hessian
+    rate: int
+
+
+Encoded = tuple[Work, dict[str, EncodedMatrix]]
+
+
+def encode_each(
+    works: Iterable[Work], options: Options, min_tokens: int, threads: int
+) -> Iterator[Encoded]:
+    """Encode on the CPU, one work after the other; arguments as `encode_group`."""
+    for work in works:
+        yield (
+            work,
+            encode_group(
+                work.weights,
+                work.hessian.matrix,
+                work.hessian.count,
+                work.rate,
+                work.stem,
+                options,
+                min_tokens=min_tokens,
+                threads=threads,
+            ),
+        )
+
+
+def check_weight(weight: Tensor, name: str) -> None:
+    """Refuse a matrix that EXL3 cannot hold.
+
+    Raises:
+        QuantizeError: sizes that are not multiples of 128, or entries that are not finite.
+    """
     k, n = weight.shape
     if k % trellis.BLOCK or n % trellis.BLOCK or not k or not n:
         raise QuantizeError(
@@ -235,45 +278,95 @@ def _encode(
     values = trellis.codebook(CODEBOOK).astype(np.float32)
     regular, su, sv = regularize(weight, ready.signs, out_signs, options.out_scales)
     g = search_scale(regular.numpy(), rate, encode, values)
-    quantized, states = round_with_feedback(regular * g, ready.factor, encode, values)
+    factor, notes = ready.factor, ready.notes
+    if options.scaled_hessian and ready.damped is not None:
+        factor, notes = _scaled_factor(ready, su, options.sigma_reg)
+    quantized, states = round_with_feedback(regular * g, factor, encode, values)
     su = su / g
     if options.refit and ready.damped is not None:
         in_place = su[:, None] * transform(quantized) * sv
         su, sv = refit(weight, in_place, ready.damped, su, sv)
     suh, svh = su.half(), sv.half()
-    notes = list(ready.notes)
-    if not bool(suh.isfinite().all() and svh.isfinite().all()):
-        raise QuantizeError(
-            "scales do not fit fp16",
-            tensor=name,
-            expected=f"magnitudes up to {torch.finfo(torch.float16).max:.0f}",
-            found=f"{float(su.abs().max()):.4g} (input), {float(sv.abs().max()):.4g} (output)",
-            fix="weights of this size cannot be stored as EXL3; verify the source's scales",
-        )
-    if bool((weight == 0).all()):
-        notes.append("all weights are zero")
-    elif lost := int((suh == 0).sum()):
-        notes.append(f"{lost} input scales underflow fp16")
     tensors = {
         "trellis": torch.from_numpy(trellis.pack(states, rate)),
         "suh": suh,
         "svh": svh,
         CODEBOOK: torch.from_numpy(trellis.marker(CODEBOOK)),
     }
+    check_scales(tensors, name)
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
-    error = weight - torch.from_numpy(stored)
+    return measure(weight, torch.from_numpy(stored), tensors, hessian, g, ready.fallback, notes)
+
+
+def _scaled_factor(
+    ready: Finalized, su: Tensor, sigma_reg: float
+) -> tuple[Tensor | None, tuple[str, ...]]:
+    """Factor with a matrix's own input scales; that with signs alone where it cannot be found."""
+    assert ready.damped is not None
+    factor, retries = block_ldl(rotate(ready.damped, su), sigma_reg)
+    if factor is None or not bool(factor.isfinite().all()):
+        return ready.factor, (*ready.notes, "scaled Hessian has no factor: signs alone")
+    return factor, (f"damping raised {retries} times",) if retries else ()
+
+
+def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:
+    """Refuse scales that left fp16.
+
+    Raises:
+        QuantizeError: an entry of ``suh`` or ``svh`` is not finite.
+    """
+    lost = {part: int((~tensors[part].isfinite()).sum()) for part in ("suh", "svh")}
+    if any(lost.values()):
+        raise QuantizeError(
+            "scales do not fit fp16",
+            tensor=name,
+            expected=f"magnitudes up to {torch.finfo(torch.float16).max:.0f}",
+            found=f"{lost['suh']} input and {lost['svh']} output scales beyond",
+            fix="weights of this size cannot be stored as EXL3; verify the source's scales",
+        )
+
+
+def measure(
+    weight: Tensor,
+    stored: Tensor,
+    tensors: dict[str, Tensor],
+    hessian: Tensor | None,
+    g_scale: float,
+    fallback: str | None,
+    notes: tuple[str, ...] = (),
+) -> EncodedMatrix:
+    """What was stored against what was given, wherever they lie.
+
+    Args:
+        weight: fp32 ``[k, n]``.
+        stored: fp32 ``[k, n]``, the decoded tensors.
+        tensors: the tensors.
+        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
+        g_scale: global scale of the tiles.
+        fallback: why there was no error feedback, or None.
+        notes: odd things that happened.
+    """
+    if bool((weight == 0).all()):
+        notes = (*notes, "all weights are zero")
+    elif lost := int((tensors["suh"] == 0).sum()):
+        notes = (*notes, f"{lost} input scales underflow fp16")
+    error = weight - stored
     energies: tuple[float, float] | tuple[None, None] = (None, None)
     if hessian is not None and bool(hessian.isfinite().all()):
-        energies = (_energy(hessian, error), _energy(hessian, weight))
+        found = (_energy(hessian, error), _energy(hessian, weight))
+        if all(map(math.isfinite, found)):
+            energies = found
+        else:
+            notes = (*notes, "output energy is too large for fp32")
     return EncodedMatrix(
         tensors=tensors,
         proxy_error=_ratio(*energies),
         output_error_energy=energies[0],
         output_energy=energies[1],
         relative_frobenius=_norm(error) / (_norm(weight) or 1.0),
-        g_scale=g,
-        fallback=ready.fallback,
-        notes=tuple(notes),
+        g_scale=g_scale,
+        fallback=fallback,
+        notes=notes,
         stored_bits=sum(8 * t.numel() * t.element_size() for t in tensors.values()),
         weights=weight.numel(),
     )
@@ -293,122 +386,3 @@ def _ratio(error: float | None, whole: float | None) -> float | None:
 
 def _norm(matrix: Tensor) -> float:
     return float(matrix.double().norm())
-
-
-def _one_matrix(path: Path, tensors: Mapping[str, Tensor], names: tuple[str, ...]) -> None:
-    for name in names:
-        if name not in tensors:
-            raise QuantizeError(
-                f"tensor {name} is missing",
-                file=path,
-                expected=", ".join(names),
-                found=", ".join(tensors) or "no tensors",
-                fix="write the file with these names",
-            )
-
-
-def encode_file(
-    in_path: str | os.PathLike[str],
-    out_path: str | os.PathLike[str],
-    rate: int,
-    name: str | None = None,
-    signs_path: str | os.PathLike[str] | None = None,
-    options: Options = Options(),
-    threads: int = 1,
-) -> dict[str, float | str | None]:
-    """Encode the matrix of a file (`trellisbank encode`).
-
-    Args:
-        in_path: safetensors with ``W`` (in, out) bf16, fp16 or fp32; optionally ``H`` fp32
-            (in, in) = ``X^T X`` and ``count`` (1 when absent).
-        out_path: gets ``trellis``, ``suh``, ``svh``, ``mul1``.
-        rate: bits a weight, 1..8.
-        name: what the signs are derived from; ``matrix`` when absent.
-        signs_path: safetensors with ``suh`` and ``svh`` whose signs are used instead.
-        options: parameters.
-        threads: worker threads.
-
-    Returns:
-        ``proxy_error`` (None without a usable ``H``), ``relative_frobenius``, ``g_scale``,
-        ``fallback`` (None or the reason), ``seconds``.
-
-    Raises:
-        QuantizeError: for missing tensors, wrong shapes, and as `quantize_matrix`.
-    """
-    tensors = read_file(in_path)
-    _one_matrix(Path(in_path), tensors, ("W",))
-    weight = tensors["W"]
-    if weight.ndim != 2 or not weight.is_floating_point():
-        raise QuantizeError(
-            "W is not a matrix of weights",
-            file=in_path,
-            tensor="W",
-            expected="two axes (in, out), bf16, fp16 or fp32",
-            found=f"{weight.dtype} {list(weight.shape)}",
-            fix="dequantize the matrix first",
-        )
-    hessian = tensors.get("H")
-    count = int(tensors["count"]) if "count" in tensors else 1
-    signs = None
-    if signs_path is not None:
-        given = read_file(signs_path)
-        _one_matrix(Path(signs_path), given, ("suh", "svh"))
-        if given["suh"].shape != weight.shape[:1] or given["svh"].shape != weight.shape[1:]:
-            raise QuantizeError(
-                "signs do not fit the matrix",
-                file=signs_path,
-                expected=f"suh [{weight.shape[0]}], svh [{weight.shape[1]}]",
-                found=f"suh {list(given['suh'].shape)}, svh {list(given['svh'].shape)}",
-                fix="take the signs of an encoding of the same matrix",
-            )
-        # Regularizing divides by a negative constant: stored input signs are those drawn, negated.
-        signs = (_signs_of(-given["suh"]), _signs_of(given["svh"]))
-    start = time.perf_counter()
-    encoded = quantize_matrix(
-        weight,
-        None if hessian is None else hessian.float(),
-        count,
-        rate,
-        name or NO_NAME,
-        options,
-        signs=signs,
-        threads=threads,
-    )
-    seconds = time.perf_counter() - start
-    write_tensors(out_path, encoded.tensors)
-    return {
-        "proxy_error": encoded.proxy_error,
-        "relative_frobenius": encoded.relative_frobenius,
-        "g_scale": encoded.g_scale,
-        "fallback": encoded.fallback,
-        "seconds": seconds,
-    }
-
-
-def _signs_of(scales: Tensor) -> Tensor:
-    return torch.where(scales < 0, -1.0, 1.0)
-
-
-def decode_file(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str]) -> None:
-    """Decode the matrix of a file (`trellisbank decode`).
-
-    Args:
-        in_path: safetensors with ``trellis``, ``suh``, ``svh`` and ``mul1``, ``mcg`` or neither
-            (3INST).
-        out_path: gets ``inner`` fp16 and ``weight`` fp32, both (in, out).
-
-    Raises:
-        QuantizeError: for missing tensors.
-        FormatError: for tensors outside the format.
-    """
-    tensors = read_file(in_path)
-    _one_matrix(Path(in_path), tensors, ("trellis", "suh", "svh"))
-    codebook = "3inst"
-    for name in trellis.MARKERS:
-        if name in tensors:
-            trellis.check_marker(name, int(tensors[name]))
-            codebook = name
-    packed, suh, svh = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
-    weight = trellis.decode(packed, suh, svh, codebook)
-    inner = trellis.decode_inner(packed, codebook)
-    write_tensors(out_path, {"inner": torch.from_numpy(inner), "weight": torch.from_numpy(weight)})

@@ -177,6 +177,14 @@ def read_shards(
     for shard, receipt in receipts.items():
         if not receipt["tensors"]:
             continue
+        if not (out / shard).exists():
+            raise ReleaseError(
+                "A shard of the release is gone.",
+                file=out / shard,
+                expected=f"{receipt['bytes']} bytes",
+                found="no file",
+                fix="remove the shard's receipt and run again",
+            )
         header = read_header(out / shard)
         if header.size != receipt["bytes"]:
             raise ReleaseError(
