@@ -166,7 +166,7 @@ def test_another_rate_encodes_only_that_and_going_back_encodes_nothing(clone):
     assert stamps(clone.folder / "source") == clone.stamps
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def planned(clone):
     """Plans of a second recipe beside the finished run; its budget falls and rises again."""
     banks, plans = [set(clone.hashes("bank/**/*"))], []
@@ -190,11 +190,16 @@ def test_a_measured_recipe_encodes_only_what_is_missing(clone, planned):
         lists = (json.loads(path.read_text()) for path in run.glob(f"wanted/{name}/*.json"))
         return {tuple(entry.values()) for one in lists for entry in one["entries"]}
 
-    # Base: two groups of one expert a layer at two rates more than the first recipe had encoded.
+    # Base: two groups of one expert a layer at two rates more than the base rate.
     base, draft = wanted("base2-234"), wanted("second.draft")
     assert len(base) == 2 * 4 * 2 + 2 * 2 * 2 and not base & draft
+    # Encoded was what the lists name and the bank lacked, nothing else; going back, nothing.
+    lists = [*run.glob("encoded/base2-234/*.json"), *run.glob("encoded/second.draft/*.json")]
+    keys = [entry["key"] for path in lists for entry in json.loads(path.read_text())["entries"]]
+    named = {f"results/bank/{key[:2]}/{key[2:]}.safetensors" for key in keys}
+    assert len(named) == len(base | draft) and not named <= banks[0]
+    assert banks[1] == banks[0] | named
     assert banks[3] == banks[2]
-    assert len(banks[1] - banks[0]) == 8 + len(draft)
     assert plans[0] == plans[2]
     for plan, budget in zip(plans[:2], (2.5, 2.25), strict=True):
         assert plan["average_rate"] <= budget
