@@ -140,12 +140,15 @@ def main() -> None:
     parser.add_argument("--run", type=Path, default=Path("results/tiny"))
     parser.add_argument("--source", type=Path, default=Path("resources/tiny/checkpoint"))
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/quality_levers.json"))
+    parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     options = parser.parse_args()
+    if options.variants[0] != "default":
+        parser.error("the first variant is the one that the others are compared with: default")
     torch.set_num_threads(1)
     results = {}
     with TemporaryDirectory() as scratch:
         tables: dict[str, dict[str, Path]] = {}
-        for number, name in enumerate(VARIANTS):
+        for number, name in enumerate(options.variants):
             folder = Path(scratch) / f"v{number}"
             tables[name] = measure(options.source, options.run, folder, name, options.rate)
             for panel in PANELS:

@@ -10,6 +10,7 @@ from typing import Literal
 
 import torch
 
+from trellisbank.errors import QuantizeError
 from trellisbank.quantize import encode_exllamav3, expert
 from trellisbank.quantize.expert import Encoded, Options, Work
 
@@ -59,6 +60,13 @@ def choose_backend(choice: Choice, options: Options, min_tokens: int, threads: i
             encode=partial(
                 expert.encode_each, options=options, min_tokens=min_tokens, threads=threads
             ),
+        )
+    if options.scaled_hessian:
+        raise QuantizeError(
+            "The exllamav3 backend does not take scaled Hessians.",
+            expected="scaled_hessian: false, or backend: cpu",
+            found=f"scaled_hessian: true, backend: {choice}",
+            fix="set encode.scaled_hessian to false, or encode.backend to cpu",
         )
     encode_exllamav3.load()
     return Backend(
