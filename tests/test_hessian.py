@@ -174,6 +174,17 @@ def test_rank_and_condition_from_pivots(tokens, seed):
     hessian.accumulate(h, torch.randn(tokens, 64, generator=generator(seed)) * spread)
     found = hessian.statistics(h)
     eigenvalues = torch.linalg.eigvalsh(h.matrix.double())
-    assert found.rank == min(tokens, 64) and found.condition >= 1
+    # The next pivot is at least the next eigenvalue over k: none that large is left out.
+    bound = 64 * torch.finfo(torch.float32).eps * float(h.matrix.diagonal().max())
+    assert int((eigenvalues > 64 * bound).sum()) <= found.rank <= min(tokens, 64)
+    assert found.condition >= 1
     if tokens >= 64:
         assert found.condition <= 1.01 * float(eigenvalues[-1] / eigenvalues[0])
+
+
+@pytest.mark.parametrize("tokens", [1, 10, 40, 200])
+def test_rank_of_well_spread_rows_is_their_number(tokens):
+    h = hessian.empty(64)
+    hessian.accumulate(h, torch.randn(tokens, 64, generator=generator(0)))
+    found = hessian.statistics(h)
+    assert found.rank == min(tokens, 64) and found.rank_deficiency == 64 - found.rank
