@@ -54,7 +54,7 @@ rule probe_grid:
     benchmark:
         "<run>/benchmarks/probe_grid.tsv"
     conda:
-        "../envs/cuda.yaml" if settings["encode"]["backend"] == "exllamav3" else "../envs/cpu.yaml"
+        "../envs/cpu.yaml"
     threads: settings["encode"]["threads"]
     params:
         code=code("probe_grid"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -148,3 +149,24 @@ def test_open_rings_and_unknown_codebooks_are_refused():
         trellis.pack(states.astype(np.int64), 3)
     with pytest.raises(FormatError, match="codebook"):
         trellis.codebook("4inst")
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor"),
+    [
+        ("mul1", torch.zeros(2, dtype=torch.int32)),
+        ("mul1", torch.zeros((), dtype=torch.bfloat16)),
+        ("mcg", torch.ones((), dtype=torch.int32)),
+        ("trellis", torch.zeros(8, 8, 32, dtype=torch.bfloat16)),
+        ("suh", torch.zeros(128)),
+    ],
+)
+def test_stored_tensors_of_another_kind_are_refused(name, tensor):
+    tensors = {
+        "trellis": torch.zeros(8, 8, 32, dtype=torch.int16),
+        "suh": torch.zeros(128, dtype=torch.float16),
+        "svh": torch.zeros(128, dtype=torch.float16),
+    }
+    assert trellis.stored_matrix(tensors)[3] == "3inst"
+    with pytest.raises(FormatError, match=name):
+        trellis.stored_matrix(tensors | {name: tensor})

@@ -19,6 +19,7 @@ from blake3 import blake3
 
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import canonical_json, digest_json, loads_json
+from trellisbank.formats.trellis import PARTS, matrix_tensors
 from trellisbank.safetensors_io import (
     DTYPE_NAMES,
     Header,
@@ -31,9 +32,6 @@ from trellisbank.safetensors_io import (
 
 GROUPS: dict[str, tuple[str, ...]] = {"gate_up": ("w1", "w3"), "down": ("w2",)}
 """The matrix groups of an expert, each with its matrices in the order of encoding."""
-
-PARTS = ("trellis", "suh", "svh", "mul1")
-"""The tensors of one EXL3 matrix (mul1 codebook)."""
 
 MAKE_AGAIN = (
     "remove the file and the ledgers that name its key (encoded/*/*.json), then run the workflow "
@@ -94,12 +92,7 @@ def _layout_fault(tensors: Mapping[str, TensorInfo], entry: Mapping[str, Any]) -
         columns = tensors[f"{matrix}.svh"].shape
         if len(rows) != 1 or len(columns) != 1:
             return f"{matrix}.suh {rows} and {matrix}.svh {columns}"
-        for part, dtype, shape in (
-            ("trellis", "I16", (rows[0] // 16, columns[0] // 16, 16 * rate)),
-            ("suh", "F16", rows),
-            ("svh", "F16", columns),
-            ("mul1", "I32", ()),
-        ):
+        for part, (dtype, shape) in matrix_tensors(rows[0], columns[0], rate).items():
             info = tensors[f"{matrix}.{part}"]
             if (info.dtype, info.shape) != (dtype, shape):
                 return f"{matrix}.{part} as {info.dtype} {info.shape}, not {dtype} {shape}"

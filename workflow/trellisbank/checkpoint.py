@@ -159,23 +159,10 @@ class Checkpoint:
             raise self._located(trouble, stem) from trouble
 
     def _exl3(self, stem: str) -> torch.Tensor:
-        parts = {name: self.tensor(f"{stem}.{name}") for name in ("trellis", "suh", "svh")}
-        codebook = "3inst"
-        for marker in ("mul1", "mcg"):
-            if self.has(f"{stem}.{marker}"):
-                stored = self.tensor(f"{stem}.{marker}")
-                if stored.dtype != torch.int32 or stored.numel() != 1:
-                    raise FormatError(
-                        "An EXL3 codebook marker is no single number.",
-                        expected="I32, one element",
-                        found=f"{stored.dtype} {list(stored.shape)}",
-                        fix="download the shard again; a sound release has no such marker",
-                    )
-                trellis.check_marker(marker, int(stored))
-                codebook = marker
-        weight = trellis.decode(
-            parts["trellis"].numpy(), parts["suh"].numpy(), parts["svh"].numpy(), codebook
-        )
+        names = ["trellis", "suh", "svh"]
+        names += [name for name in trellis.MARKERS if self.has(f"{stem}.{name}")]
+        parts = {name: self.tensor(f"{stem}.{name}") for name in names}
+        weight = trellis.decode(*trellis.stored_matrix(parts))
         return torch.from_numpy(weight).T.to(torch.bfloat16).contiguous()
 
     def _located(self, trouble: FormatError, stem: str) -> FormatError:

@@ -23,17 +23,19 @@ from typing import Any
 
 from trellisbank.errors import CheckpointError
 from trellisbank.files import read_json
+from trellisbank.formats.trellis import PARTS
 from trellisbank.safetensors_io import Header, read_header
 
 PLAN = "exl3/plan.json"
 """Where a release keeps its plan."""
 
 NATIVE = "native"
+"""The source's own format (MXFP4): nothing is encoded, so there is no error."""
+
 STATE = re.compile("K([2-8])")
 NAMED = 6
 """How many cases of a fault are named; all are counted."""
 
-PARTS = ("trellis", "suh", "svh", "mul1")
 MATRICES = ("w1", "w3", "w2")
 
 

@@ -16,11 +16,13 @@ is computed in fp32 and so lies closer to the formula than exllamav3's own half-
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from trellisbank.errors import FormatError
 
@@ -40,6 +42,9 @@ RATES = tuple(range(1, 9))
 
 MARKERS = {"mul1": 0x83DCD12D, "mcg": 0xCBAC1FED}
 """Value of the int32 scalar ``{stem}.{codebook}`` (as uint32); 3INST has no marker."""
+
+PARTS = ("trellis", "suh", "svh", "mul1")
+"""Tensors of one matrix as this project writes it (mul1 codebook)."""
 
 HADAMARD_NORM = np.float32(0.08838834764831845)
 """1 / sqrt(128), applied once a side."""
@@ -121,6 +126,49 @@ def check_marker(name: str, value: int) -> None:
             found=f"0x{int(value) & 0xFFFFFFFF:08X}",
             fix="fetch the file again; a codebook with another multiplier is not supported",
         )
+
+
+Stored = tuple[npt.NDArray[np.int16], npt.NDArray[np.float16], npt.NDArray[np.float16], str]
+"""``trellis``, ``suh``, ``svh`` and the name of the codebook: the arguments of `decode`."""
+
+
+def stored_matrix(tensors: Mapping[str, torch.Tensor]) -> Stored:
+    """Take a matrix's tensors as they were read from a file.
+
+    Args:
+        tensors: ``trellis`` int16, ``suh`` and ``svh`` fp16, and the marker ``mul1`` or ``mcg``
+            (int32, one element); without a marker the codebook is 3INST.
+
+    Raises:
+        FormatError: a tensor of another dtype, or a marker that is not its codebook's.
+    """
+    arrays = {}
+    for name in ("trellis", "suh", "svh", *(name for name in MARKERS if name in tensors)):
+        stored = tensors[name]
+        expected = {"trellis": torch.int16, "suh": torch.float16, "svh": torch.float16}.get(name)
+        if stored.dtype != (expected or torch.int32) or (not expected and stored.numel() != 1):
+            raise FormatError(
+                f"The EXL3 tensor {name} is of another kind.",
+                expected=str(expected) if expected else "torch.int32, one element",
+                found=f"{stored.dtype} {list(stored.shape)}",
+                fix="fetch the file again; a sound one has no such tensor",
+            )
+        arrays[name] = stored.numpy()
+    codebook_name = "3inst"
+    for name in MARKERS.keys() & arrays.keys():
+        check_marker(name, int(arrays[name].item()))
+        codebook_name = name
+    return arrays["trellis"], arrays["suh"], arrays["svh"], codebook_name
+
+
+def matrix_tensors(k: int, n: int, rate: int) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Safetensors dtype and shape of each of `PARTS` for a ``[k, n]`` matrix at a rate."""
+    return {
+        "trellis": ("I16", (k // TILE, n // TILE, TILE * rate)),
+        "suh": ("F16", (k,)),
+        "svh": ("F16", (n,)),
+        "mul1": ("I32", ()),
+    }
 
 
 def marker(name: str) -> npt.NDArray[np.int32]:

@@ -8,12 +8,10 @@ from typing import NamedTuple
 
 from trellisbank.bank import GROUPS
 from trellisbank.errors import PlanError
+from trellisbank.formats.bank_plan import NATIVE as NATIVE  # part of what a layout offers
 
 Rate = int | str
 """Bits a weight of the trellis, or `NATIVE`."""
-
-NATIVE = "native"
-"""The source's own format (MXFP4): nothing is encoded, so there is no error."""
 
 NATIVE_QUARTERS = 17
 """Quarters of a bit that MXFP4 takes a weight: 4 bits of code, 8 bits of scale for 32 weights."""

@@ -25,7 +25,7 @@ from trellisbank.plan.layouts import (
     layout_slots,
     wanted_entries,
 )
-from trellisbank.plan.ledger import read_layers, read_ledgers
+from trellisbank.plan.ledger import Entries, read_layers, read_ledgers
 from trellisbank.plan.solve import Solution, next_best, solve, uniform
 
 Pathlike = str | os.PathLike[str]
@@ -151,7 +151,7 @@ def write_draft(
         PlanError: The budget cannot be met, or the ledgers do not cover the base.
     """
     entries = read_ledgers(ledgers)
-    table = _table(recipe, ledgers, statistics, estimate=True)
+    table = _table(recipe, entries, statistics, estimate=True)
     experts = 1 + max(place[1] for place in entries)
     draft = solve(recipe["method"], table, budget_of(recipe))
     beyond = next_best(draft, recipe["margin"])
@@ -171,14 +171,14 @@ def _write_wanted(wanted: Mapping[int, list[Wanted]], paths: Sequence[Pathlike])
 
 def _table(
     recipe: Mapping[str, Any],
-    ledgers: Sequence[Pathlike],
+    entries: Entries,
     statistics: Sequence[Pathlike],
     estimate: bool,
 ) -> Table:
     return ledger_table(
         method=recipe["method"],
         layout=recipe["layout"],
-        entries=read_ledgers(ledgers),
+        entries=entries,
         layers=read_layers(statistics),
         rates=recipe["rates"],
         estimate=estimate,
@@ -203,9 +203,8 @@ def freeze_recipe(
     manifest = read_json(manifest_path)
     predicted = None
     if recipe["method"] in MEASURED:
-        found = solve(
-            recipe["method"], _table(recipe, ledgers, statistics, estimate=False), budget_of(recipe)
-        )
+        table = _table(recipe, read_ledgers(ledgers), statistics, estimate=False)
+        found = solve(recipe["method"], table, budget_of(recipe))
         rates, predicted = found.rates, describe(found)
     else:
         rates = unmeasured_rates(recipe, manifest, statistics)

@@ -166,12 +166,7 @@ def decode_file(in_path: str | os.PathLike[str], out_path: str | os.PathLike[str
     """
     tensors = read_file(in_path)
     _one_matrix(Path(in_path), tensors, ("trellis", "suh", "svh"))
-    codebook = "3inst"
-    for name in trellis.MARKERS:
-        if name in tensors:
-            trellis.check_marker(name, int(tensors[name]))
-            codebook = name
-    packed, suh, svh = (tensors[name].numpy() for name in ("trellis", "suh", "svh"))
-    weight = trellis.decode(packed, suh, svh, codebook)
-    inner = trellis.decode_inner(packed, codebook)
+    stored = trellis.stored_matrix(tensors)
+    weight = trellis.decode(*stored)
+    inner = trellis.decode_inner(stored[0], stored[3])
     write_tensors(out_path, {"inner": torch.from_numpy(inner), "weight": torch.from_numpy(weight)})

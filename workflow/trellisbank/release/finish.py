@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trellisbank.bank import GROUPS, PARTS
+from trellisbank.bank import GROUPS
 from trellisbank.checkpoint import (
     INDEX,
     RELEASE_FILES,
@@ -22,7 +22,7 @@ from trellisbank.checkpoint import (
 )
 from trellisbank.errors import ReleaseError
 from trellisbank.files import UNFINISHED, atomic_write, sha256_file, write_json
-from trellisbank.formats.trellis import MARKERS
+from trellisbank.formats.trellis import MARKERS, PARTS
 from trellisbank.plan.freeze import plan_rates, plan_slots
 from trellisbank.plan.layouts import NATIVE
 from trellisbank.release.splice import DROPPED_PATTERN, TENSORS_PER_EXPERT, body_experts

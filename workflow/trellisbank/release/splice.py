@@ -15,10 +15,11 @@ from typing import Any
 
 from blake3 import blake3
 
-from trellisbank.bank import GROUPS, PARTS, Bank
+from trellisbank.bank import GROUPS, Bank
 from trellisbank.checkpoint import Checkpoint, expert_stem
 from trellisbank.errors import CheckpointError, ReleaseError
 from trellisbank.files import link_or_copy, sha256_file
+from trellisbank.formats.trellis import PARTS
 from trellisbank.plan.freeze import plan_rates
 from trellisbank.safetensors_io import (
     DTYPES,

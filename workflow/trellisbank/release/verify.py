@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from blake3 import blake3
 
-from trellisbank.bank import GROUPS, PARTS
+from trellisbank.bank import GROUPS
 from trellisbank.checkpoint import INDEX, STORAGE, Checkpoint, expert_stem, open_checkpoint
 from trellisbank.errors import FormatError, ReleaseError, TrellisbankError
 from trellisbank.files import read_json, sha256_file
@@ -138,7 +138,7 @@ def _check_index(
         if not (match := BODY_EXPERT.fullmatch(name))
         or (int(match[1]), int(match[2])) not in encoded
     }
-    expected |= {f"{stem}.{part}" for stem in _encoded_stems(rates) for part in PARTS}
+    expected |= {f"{stem}.{part}" for stem in _encoded_stems(rates) for part in trellis.PARTS}
     for name in sorted(expected - stored.keys()):
         _add(findings, "a tensor is missing", name)
     for name in sorted(stored.keys() - expected):
@@ -235,15 +235,10 @@ def _check_matrix(
     release: Checkpoint, stem: str, sizes: tuple[int, int], rate: int, findings: Findings
 ) -> None:
     """Check one EXL3 matrix but for its trellis words, any of which are valid."""
-    if not all(release.has(f"{stem}.{part}") for part in PARTS):
+    if not all(release.has(f"{stem}.{part}") for part in trellis.PARTS):
         return  # named as missing already
     k, n = sizes
-    for part, dtype, shape in (
-        ("trellis", "I16", (k // 16, n // 16, 16 * rate)),
-        ("suh", "F16", (k,)),
-        ("svh", "F16", (n,)),
-        ("mul1", "I32", ()),
-    ):
+    for part, (dtype, shape) in trellis.matrix_tensors(k, n, rate).items():
         info = release.info(f"{stem}.{part}")
         if (info.dtype, info.shape) != (dtype, shape):
             _add(
@@ -301,8 +296,8 @@ def _check_samples(
         for group, matrices in GROUPS.items():
             for matrix in matrices:
                 stem = expert_stem(layer, expert, matrix)
-                words, suh, svh = (release.tensor(f"{stem}.{part}").numpy() for part in PARTS[:3])
-                weight = trellis.decode(words, suh, svh)
+                parts = {part: release.tensor(f"{stem}.{part}") for part in trellis.PARTS}
+                weight = trellis.decode(*trellis.stored_matrix(parts))
                 if not np.isfinite(weight).all():
                     _add(findings, "a decoded weight is not finite", stem)
                     continue
