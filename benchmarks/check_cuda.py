@@ -36,10 +36,14 @@ ROOT = Path(__file__).parents[1]
 PARTS = ("trellis", "suh", "svh")
 
 
-def encode(works, places, min_tokens=1):
+PLAIN = Options(scaled_hessian=False)
+"""What was recorded, and what exllamav3 does unless it is told."""
+
+
+def encode(works, places, min_tokens=1, options=None):
     """Encode with groups of so many places; tensors by stem and matrix."""
     encoder.GROUP = places
-    found = encoder.encode_many(iter(works), Options(), min_tokens)
+    found = encoder.encode_many(iter(works), options or Options(), min_tokens)
     return {(work.stem, name): one for work, many in found for name, one in many.items()}
 
 
@@ -70,17 +74,41 @@ def golden(path):
                 encoder.random_signs = lambda name, size, signs=signs: signs[name.split("/")[-1]]
                 work = Work(case, {"w2": weight}, Hessian(h, 1024), rate)
                 rows[case] = {
-                    f"group of {places}": equal(encode([work], places)[case, "w2"].tensors, stored)
+                    f"group of {places}": equal(
+                        encode([work], places, options=PLAIN)[case, "w2"].tensors, stored
+                    )
                     for places in (1, 16)
                 }
+                rows[case]["scaled Hessian"] = scaled(work)
                 encoder.random_signs = named
                 record = {"H": h.clone(), "count": 1024, "finalized": False, "device": h.device}
                 record |= {"packed": False, "n": len(h), "num_total": 1024, "inf_nan": None}
                 record |= {"first_key": case}
-                arguments = encoder._arguments(work, Options())
+                arguments = encoder._arguments(work, PLAIN)
                 _, _, tensors = quantize_exl3(weight.clone(), record, arguments, False)
                 rows[case]["exllamav3 itself"] = equal(tensors, stored)
     return rows
+
+
+def scaled(work):
+    """Our scaled Hessian against exllamav3's own: share of equal words, error over its error."""
+    from exllamav3.modules.quant.exl3_lib.quantize import quantize_exl3
+
+    encoder.GROUP = 1
+    (ready,) = encoder._make_ready(work, Options(), 1)
+    ((ours, _),) = encoder._quantize([[ready]], Options(), *encoder.load())
+    (ready,) = encoder._make_ready(work, Options(), 1)
+    arguments = encoder._arguments(work, Options()) | {"scaled_hessian": True}
+    weight = work.weights["w2"].float() * ready.flips
+    _, _, theirs = quantize_exl3(weight, ready.record | {"L": None}, arguments, False)
+    plain = encode([work], 1, options=PLAIN)[work.stem, "w2"]
+    ours, theirs = (encoder._finish(ready, found, 0.0) for found in (ours, theirs))
+    words = ours.tensors["trellis"] == theirs.tensors["trellis"]
+    return {
+        "equal_words": float(words.float().mean()),
+        "proxy_error_over_exllamav3": ours.proxy_error / theirs.proxy_error,
+        "proxy_error_over_plain": ours.proxy_error / plain.proxy_error,
+    }
 
 
 def records(path):
@@ -96,7 +124,10 @@ def records(path):
         theirs = {"H": h.clone(), "count": 1024, "finalized": False, "device": h.device}
         torch.manual_seed(0)
         finalize_capture_H(theirs, {"sigma_reg": 0.025}, False)
-        ours, _ = encoder._record(h, 1024, theirs["su"].flatten(), 0.025)
+        damped = encoder._damped(h, 1024, 0.025)
+        rotated = encoder._rotated(damped, theirs["su"].flatten())
+        factor, _ = encoder._block_ldl(rotated, 0.025)
+        ours = {"H": rotated, "L": factor, "diag": damped.diagonal()}
         rows[name] = {
             part: {
                 "equal": bool(torch.equal(ours[part].cpu(), theirs[part].cpu())),
@@ -211,17 +242,19 @@ def policies(k=256, n=128, rate=3):
     return rows
 
 
-def tiny(checkpoint, captures, ledger):
+def tiny(checkpoint, captures, ledger, weighting):
     """Proxy errors of a layer: CUDA over CPU."""
     source = open_checkpoint(checkpoint)
     cfg = model_config(source.config)
     entries = json.loads(Path(ledger).read_text())["entries"]
     layer, rate = entries[0]["layer"], entries[0]["rate"]
-    mapped = map_captures(captures)
+    mapped = map_captures(captures, layer)
     works = []
     for expert in sorted({entry["expert"] for entry in entries}):
         w = {m: source.weight(expert_stem(layer, expert, m), "cuda") for m in ("w1", "w2", "w3")}
-        gate_up, down = expert_hessians(mapped, expert, w["w1"], w["w3"], cfg.swiglu_limit)
+        gate_up, down = expert_hessians(
+            mapped, expert, w["w1"], w["w3"], cfg.swiglu_limit, weighting
+        )
         stem = f"layers.{layer}.ffn.experts.{expert}"
         works.append(Work(stem, {"w1": w["w1"].T, "w3": w["w3"].T}, gate_up, rate))
         works.append(Work(stem, {"w2": w["w2"].T}, down, rate))
@@ -327,6 +360,7 @@ def main():
     parser.add_argument("--recorded", help="safetensors with all rows of the recorded forward")
     parser.add_argument("--captures", nargs="+")
     parser.add_argument("--ledger")
+    parser.add_argument("--weighting", choices=["none", "route"], default="route")
     parser.add_argument("--out", required=True)
     options = parser.parse_args()
     torch.set_grad_enabled(False)
@@ -337,7 +371,9 @@ def main():
     elif options.what == "policies":
         result = policies()
     elif options.what == "tiny":
-        result = tiny(ROOT / "resources/tiny/checkpoint", options.captures, options.ledger)
+        result = tiny(
+            ROOT / "resources/tiny/checkpoint", options.captures, options.ledger, options.weighting
+        )
     else:
         result = forward(options.recorded)
     Path(options.out).write_text(json.dumps(result, indent=1) + "\n")

@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
@@ -89,7 +90,7 @@ def _operations(_context, count, target, memory):
     return types.void(count, target, memory), code
 
 
-@njit
+@njit(nogil=True)
 def _run_operations(count, target, memory):
     _operations(count, target, memory)
 
@@ -214,21 +215,42 @@ def compile_seconds(rate):
     return {"first": round(first, 2), "cached": round(cached, 3)}
 
 
-def thread_figures(rate, count):
-    """Two threads against one: wall time, and what CPU time leaves to expect on two free cores."""
-    tiles, wall, cpu = gaussian_tiles(count), {}, {}
-    for threads in (1, 2):
-        encode = tile_encoder(rate, threads=threads)
+def thread_figures(rates, count, rounds=7):
+    """Wall time of one thread over that of two, and the same for arithmetic that shares nothing.
+
+    The control tells what two threads can gain on this machine at that time: its pairs of runs
+    stand between those of the encoder.
+    """
+    tiles = gaussian_tiles(count)
+    memories = [np.ones(32 * 2 * INDEPENDENT, dtype=np.int16) for _ in range(2)]
+    encoders = {rate: [tile_encoder(rate, threads=n) for n in (1, 2)] for rate in rates}
+    for encode in (e for pair in encoders.values() for e in pair):
         encode(tiles[:4])
-        cpu[threads] = best(lambda encode=encode: encode(tiles))
+
+    def operate(memory):
+        _run_operations(3_000_000, np.int16(3), memory)
+
+    def wall(function):
         start = time.perf_counter()
-        encode(tiles)
-        wall[threads] = time.perf_counter() - start
-    return {
-        "wall_ratio": round(wall[1] / wall[2], 2),
-        "cpu_ratio": round(2 * cpu[1] / cpu[2], 2),
-        "load": round(os.getloadavg()[0], 1),
+        function()
+        return time.perf_counter() - start
+
+    ratios = {name: [] for name in (*map(str, rates), "control")}
+    with ThreadPoolExecutor(2) as pool:
+        for _ in range(rounds):
+            for rate, (one, two) in encoders.items():
+                pair = wall(lambda one=one: one(tiles)), wall(lambda two=two: two(tiles))
+                ratios[str(rate)].append(pair[0] / pair[1])
+                pair = (
+                    wall(lambda: list(map(operate, memories))),
+                    wall(lambda: list(pool.map(operate, memories))),
+                )
+                ratios["control"].append(pair[0] / pair[1])
+    figures = {
+        name: {"median": round(float(np.median(r)), 2), "largest": round(max(r), 2)}
+        for name, r in ratios.items()
     }
+    return figures | {"load": round(os.getloadavg()[0], 1)}
 
 
 @contextmanager
@@ -312,14 +334,14 @@ def main() -> None:
         results["tiles"][str(rate)] = row
         results["compile"][str(rate)] = compile_seconds(rate)
         print(rate, row, results["compile"][str(rate)], flush=True)
-    results["threads"] = thread_figures(3, 2 * options.tiles)
+    rates = [rate for rate in options.rates if 2 <= rate <= 5]
+    results["threads"] = thread_figures(rates, options.tiles)
     print(results["threads"])
     for k, n in options.matrix or [(256, 128)]:
-        for rate in options.rates:
-            if 2 <= rate <= 5:
-                row = matrix_figures(rate, k, n, 4 if k * n <= 1 << 20 else 1)
-                results["matrices"][f"{k}x{n}/K{rate}"] = row
-                print(k, n, rate, row, flush=True)
+        for rate in rates:
+            row = matrix_figures(rate, k, n, 4 if k * n <= 1 << 20 else 1)
+            results["matrices"][f"{k}x{n}/K{rate}"] = row
+            print(k, n, rate, row, flush=True)
     options.out.parent.mkdir(parents=True, exist_ok=True)
     write_json(options.out, results)
 

@@ -6,7 +6,7 @@
 A layer of random MXFP4 experts (5120 x 2304) and captures that send each expert 12,288 tokens are
 written to a temporary folder. Timed is `encode_block`: hashes, dequantizing, Hessians, encoding,
 measuring, and the bank on disk. Beside it the time inside exllamav3 during that run, and alone:
-the same group with Hessians and factors at hand and nothing else going on.
+the same groups with Hessians and factors at hand and nothing else going on.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from trellisbank.safetensors_io import write_tensors
 ROOT = Path(__file__).parents[1]
 WIDTH, INNER, TOKENS, CHOSEN = 5120, 2304, 12_288, 6
 LAYER_EXPERTS = 384
+WEIGHTING = "route"
 
 
 def make_source(folder, experts):
@@ -71,9 +72,10 @@ def make_source(folder, experts):
             "route_indices": chosen.cpu(),
             "route_weights": torch.full((rows, CHOSEN), 0.25),
         },
+        {"layer": "0"},
     )
     hashes = [blake3_file(folder / "captures.safetensors")]
-    receipt = {"layer": 0, "down_weighting": "none", "captures": hashes}
+    receipt = {"layer": 0, "down_weighting": WEIGHTING, "captures": hashes}
     write_json(folder / "hessians.json", receipt)
 
 
@@ -123,7 +125,7 @@ def whole(folder, experts, rate, attempt):
         bank=folder / f"bank-{attempt}",
         min_tokens=16,
         options=Options(),
-        down_weighting="none",
+        down_weighting=WEIGHTING,
         backend="exllamav3",
         threads=1,
         ledger_path=ledger,
@@ -146,57 +148,81 @@ def whole(folder, experts, rate, attempt):
 
 
 def alone(folder, rate):
-    """Only exllamav3 at work: one group of works whose inputs are ready."""
+    """Only exllamav3 at work: groups of works whose inputs are ready; and what makes them ready."""
     checkpoint = open_checkpoint(folder)
-    mapped = block.map_captures([folder / "captures.safetensors"])
+    mapped = block.map_captures([folder / "captures.safetensors"], 0)
     cfg = block.model_config(checkpoint.config)
-    works = []
-    for expert in range(encoder.GROUP):
-        weights = block._weights(checkpoint, 0, expert, "cuda")
-        hessians = block._hessians(cfg, expert, weights, mapped, "none")
-        for group, names in block.GROUPS.items():
-            own = {name: weights[name].T for name in names}
-            works.append(Work(f"layers.0.ffn.experts.{expert}", own, hessians[group], rate))
-    single, batch = load()
-    watched = Watch(batch)
-    encoder.load = lambda: (single, watched)
     stages = {}
-    start = time.perf_counter()
-    for _ in encoder.encode_many(works, Options(), 16):
-        pass
-    torch.cuda.synchronize()
-    stages["encode_many"] = (time.perf_counter() - start) / encoder.GROUP
-    stages["exllamav3"] = watched.seconds / encoder.GROUP
-    start = time.perf_counter()
-    for work in works:
-        signs = torch.ones(len(work.hessian.matrix), device="cuda")
-        encoder._record(work.hessian.matrix, work.hessian.count, signs, 0.025)
-    torch.cuda.synchronize()
-    stages["records"] = (time.perf_counter() - start) / encoder.GROUP
-    start = time.perf_counter()
-    for expert in range(encoder.GROUP):
-        weights = block._weights(checkpoint, 0, expert, "cuda")
-    torch.cuda.synchronize()
-    stages["read_and_dequantize"] = (time.perf_counter() - start) / encoder.GROUP
-    start = time.perf_counter()
-    for expert in range(4):
-        block._hessians(cfg, expert, weights, mapped, "none")
-    torch.cuda.synchronize()
-    stages["hessians"] = (time.perf_counter() - start) / 4
-    encoder.load = load
+
+    def timed(stage, function, experts=encoder.GROUP):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        result = function()
+        torch.cuda.synchronize()
+        stages[stage] = (time.perf_counter() - start) / experts
+        return result
+
+    weights = timed(
+        "read_and_dequantize",
+        lambda: [block._weights(checkpoint, 0, e, "cuda") for e in range(encoder.GROUP)],
+    )
+    hessians = timed(
+        "hessians",
+        lambda: [
+            block._hessians(cfg, expert, own, mapped, WEIGHTING)
+            for expert, own in enumerate(weights)
+        ],
+    )
+    works = [
+        [
+            Work(
+                f"layers.0.ffn.experts.{expert}",
+                {name: own[name].T for name in names},
+                hessians[expert][group],
+                rate,
+            )
+            for expert, own in enumerate(weights)
+        ]
+        for group, names in block.GROUPS.items()
+    ]
+    del hessians
+    ready = [[encoder._make_ready(work, Options(), 16) for work in group] for group in works]
+    held = encoder.Handover
+    encoder.Handover = lambda factor: factor  # as exllamav3's own records hold it
+    found = timed(
+        "exllamav3", lambda: [encoder._quantize(group, Options(), *load()) for group in ready]
+    )
+    encoder.Handover = held
+    del ready, found
+    ready = timed(
+        "records",
+        lambda: [[encoder._make_ready(work, Options(), 16) for work in group] for group in works],
+    )
+    found = timed(
+        "exllamav3_factors_handed_over",
+        lambda: [encoder._quantize(group, Options(), *load()) for group in ready],
+    )
+    timed(
+        "measuring",
+        lambda: [
+            encoder._finish(one, *result)
+            for group, results in zip(ready, found, strict=True)
+            for one, result in zip([o for own in group for o in own], results, strict=True)
+        ],
+    )
     return stages
 
 
 def one_by_one(folder, rate):
     """The peer: exllamav3's plain function, a matrix a call, its own Hessians and signs."""
     checkpoint = open_checkpoint(folder)
-    mapped = block.map_captures([folder / "captures.safetensors"])
+    mapped = block.map_captures([folder / "captures.safetensors"], 0)
     cfg = block.model_config(checkpoint.config)
     single, _ = load()
     seconds = []
     for expert in range(2):
         weights = block._weights(checkpoint, 0, expert, "cuda")
-        hessians = block._hessians(cfg, expert, weights, mapped, "none")
+        hessians = block._hessians(cfg, expert, weights, mapped, WEIGHTING)
         torch.cuda.synchronize()
         start = time.perf_counter()
         for group, names in block.GROUPS.items():

@@ -6,6 +6,7 @@ our own CPU code, so a wrong sign, record or order shows in the decoded weights.
 itself gives is compared on a GPU by benchmarks/check_cuda.py.
 """
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -18,7 +19,14 @@ from trellisbank.quantize import decode_torch, encode_exllamav3
 from trellisbank.quantize.backend import choose_backend
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
 from trellisbank.quantize.expert import Options, Work, encode_group, random_signs
-from trellisbank.quantize.hessian import Hessian, accumulate, empty
+from trellisbank.quantize.hessian import (
+    Hessian,
+    accumulate,
+    block_ldl,
+    empty,
+    finalize,
+    rotate,
+)
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 
 K, N, RATE = 128, 128, 2
@@ -58,7 +66,7 @@ class StandIn:
         signs = record["su"].flatten()
         regular, su, sv = regularize(weight, signs, drawn, arguments["apply_out_scales"])
         g = arguments["g_scale"] = search_scale(regular.numpy(), arguments["K"], encode, values)
-        factor = None if record["q_fallback"] else record["L"]
+        factor = None if record["q_fallback"] else record["L"].to(weight.device)
         found, states = round_with_feedback(regular * g, factor, encode, values)
         su = su / g
         if factor is not None and not arguments["no_refit"]:
@@ -88,8 +96,8 @@ def work(expert, tokens=600, group=("w1", "w3"), rate=RATE):
     return Work(f"layers.3.ffn.experts.{expert}", weights, hessian, rate)
 
 
-def encode(works):
-    found = list(encode_exllamav3.encode_many(iter(works), Options(), 16))
+def encode(works, options=None):
+    found = list(encode_exllamav3.encode_many(iter(works), options or Options(), 16))
     return {(w.stem, w.rate): matrices for w, matrices in found}
 
 
@@ -97,11 +105,15 @@ def same(a, b):
     return all(torch.equal(a.tensors[part], b.tensors[part]) for part in a.tensors)
 
 
-def test_signs_measures_and_quality_are_those_of_the_cpu_encoder(stand_in):
+@pytest.mark.parametrize("scaled", [False, True])
+def test_signs_measures_and_quality_are_those_of_the_cpu_encoder(stand_in, scaled):
     works = [work(expert) for expert in range(3)]
-    for (stem, _), matrices in encode(works).items():
+    options = Options(scaled_hessian=scaled)
+    for (stem, _), matrices in encode(works, options).items():
         own = next(w for w in works if w.stem == stem)
-        expected = encode_group(own.weights, own.hessian.matrix, own.hessian.count, RATE, stem)
+        expected = encode_group(
+            own.weights, own.hessian.matrix, own.hessian.count, RATE, stem, options
+        )
         for name, matrix in matrices.items():
             for part, side in (("suh", "w1+w3/in"), ("svh", f"{name}/out")):
                 drawn = random_signs(f"{stem}.{side}", len(matrix.tensors[part]))
@@ -124,6 +136,58 @@ def test_groups_have_always_as_many_places_and_neighbours_do_not_matter(stand_in
     assert stand_in.calls[2:] == [("batch", 6)]
     for name, matrix in alone[works[1].stem, RATE].items():
         assert same(matrix, whole[works[1].stem, RATE][name])
+
+
+def test_scaled_hessians_give_each_matrix_its_factor(stand_in):
+    own = work(0)
+    own.weights["w3"] *= torch.linspace(0.1, 10, K)[:, None]  # other input scales than those of w1
+    ready = encode_exllamav3._make_ready(own, Options(), 16)
+    plain = encode_exllamav3._make_ready(own, Options(scaled_hessian=False), 16)
+    assert torch.equal(plain[0].record["L"], plain[1].record["L"])
+    assert not torch.allclose(ready[0].record["L"], ready[1].record["L"], atol=1e-3)
+    signs, damped = ready[1].record["su"].flatten(), finalize(own.hessian.matrix, 600).damped
+    weight, out = own.weights["w3"].float(), random_signs(f"{own.stem}.w3/out", N)
+    _, su, _ = regularize(weight, signs, out, True)
+    factor, _ = block_ldl(rotate(damped, su), 0.025)
+    assert torch.allclose(ready[1].record["L"], factor, atol=1e-4)
+
+
+def test_the_next_group_is_made_ready_while_one_is_encoded(stand_in, monkeypatch):
+    """And not sooner: its Hessians would lie there for the time of a group."""
+    drawn, events = [], []
+    batch = stand_in.batch
+
+    def slow(weights, records, arguments):
+        if len(stand_in.calls) == 0:
+            deadline = time.monotonic() + 30
+            while len(drawn) < 6 and time.monotonic() < deadline:
+                time.sleep(0.01)
+        events.append(("encoded", len(drawn)))
+        return batch(weights, records, arguments)
+
+    def works():
+        for expert in range(9):
+            drawn.append(expert)
+            yield work(expert)
+
+    monkeypatch.setattr(stand_in, "batch", slow)
+    found = []
+    for one, _ in encode_exllamav3.encode_many(works(), Options(), 16):
+        found.append(one.stem[-1])
+        events.append((one.stem[-1], len(drawn)))
+    assert "".join(found) == "012345678"
+    assert events[0] == ("encoded", 6)
+    # The third group is drawn only when the first has been handed out.
+    assert all(count == 6 for name, count in events if name in ("0", "1", "2"))
+
+
+def test_a_failing_group_ends_the_encoding(stand_in, monkeypatch):
+    def failing(weights, records, arguments):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(stand_in, "batch", failing)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        encode([work(expert) for expert in range(6)])
 
 
 def test_works_are_grouped_by_rate_and_matrices(stand_in):
@@ -194,7 +258,7 @@ def test_choice_of_the_encoder(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for choice in ("cpu", "auto"):
         chosen = choose_backend(choice, Options(), 16, 1)
-        assert (chosen.encoder, chosen.device, chosen.ahead) == ("cpu", "cpu", 0)
+        assert (chosen.encoder, chosen.device) == ("cpu", "cpu")
     with pytest.raises(QuantizeError, match="needs a CUDA device"):
         choose_backend("exllamav3", Options(), 16, 1)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -214,3 +278,18 @@ def test_keys_name_package_and_device(monkeypatch):
     chosen = choose_backend("auto", Options(), 16, 1)
     assert chosen.encoder == "exllamav3-1.6.5" and chosen.device == "cuda:0"
     assert chosen.device_class == "cuda-nvidia-h200-9.0"
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_matrices_on_other_devices_turn_whatever_their_layout(axis):
+    transposed = torch.empty(256, 384, device="meta").T
+    assert decode_torch.turn(transposed, axis).shape == (384, 256)
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+def test_the_product_turns_as_the_butterflies(axis):
+    matrix = torch.randn(384, 256, generator=torch.Generator().manual_seed(2))
+    turned = decode_torch.turn(matrix, axis)
+    blocks = torch.block_diag(*[decode_torch.hadamard(matrix.device)] * (matrix.shape[axis] // 128))
+    product = blocks @ matrix if axis == 0 else matrix @ blocks
+    assert torch.allclose(turned, product, atol=1e-5)

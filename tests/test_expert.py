@@ -64,6 +64,7 @@ def test_proxy_error_with_recorded_signs():
                 ROWS,
                 int(rate[1:]),
                 "unused",
+                Options(scaled_hessian=False),
                 signs=recorded_signs(shape),
             )
             golden = FIGURES[case]

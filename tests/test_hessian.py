@@ -21,10 +21,6 @@ def generator(seed):
     return torch.Generator().manual_seed(seed)
 
 
-def signs(k, seed=0):
-    return torch.randint(0, 2, (k,), generator=generator(seed)).float() * 2 - 1
-
-
 def layer(tokens, splits=1, experts=4, width=128, inner=256):
     """Weights of one expert, and captures whose last split sends `tokens` tokens to expert 2."""
     g = generator(tokens)
@@ -93,12 +89,15 @@ def test_splits_add_up_and_leading_axes_do_not_matter():
 
 def test_finalize_reproduces_exllamav3():
     h, su = GOLDEN["s128x256/H"], GOLDEN["steps/su_sign"].flatten()
-    ready = hessian.finalize(h, 1024, su)
-    assert ready.fallback is None and ready.notes == ()
+    ready = hessian.finalize(h, 1024)
+    assert ready.fallback is None
     assert relative(ready.damped.diagonal(), GOLDEN["steps/H_diag_damped"]) < 1e-6
-    assert relative(hessian.rotate(ready.damped, su), GOLDEN["steps/H_rot_damped"]) < 1e-6
+    rotated = hessian.rotate(ready.damped, su)
+    assert relative(rotated, GOLDEN["steps/H_rot_damped"]) < 1e-6
     # The factor feels the rounding of the rotation.
-    assert relative(ready.factor, GOLDEN["steps/L"]) < 3e-5
+    factor, retries = hessian.block_ldl(rotated, 0.025)
+    assert relative(factor, GOLDEN["steps/L"]) < 3e-5
+    assert hessian.outcome(factor, retries) == (None, ())
     assert torch.equal(h, GOLDEN["s128x256/H"])
 
 
@@ -122,10 +121,16 @@ def test_raised_damping_is_noted():
     q, _ = torch.linalg.qr(torch.randn(128, 128, generator=generator(5)))
     values = torch.linspace(0.5, 2.0, 128)
     values[0] = -0.2  # damping of 0.025 does not mend it; a few retries do
-    ready = hessian.finalize(q * values @ q.T, 1, signs(128))
-    assert ready.fallback is None
-    assert ready.notes[0].startswith("damping raised")
-    assert bool(ready.factor.isfinite().all())
+    factor, retries = hessian.block_ldl(hessian.finalize(q * values @ q.T, 1).damped, 0.025)
+    assert bool(factor.isfinite().all())
+    assert hessian.outcome(factor, retries) == (None, (f"damping raised {retries} times",))
+    assert 1 < retries <= hessian.RETRIES
+
+
+def test_indefinite_hessians_have_no_factor():
+    damped = hessian.finalize(torch.eye(128) - torch.ones(128, 128) * 0.5, 7).damped
+    reason = "factorization failed after 10 retries"
+    assert hessian.outcome(*hessian.block_ldl(damped, 0.025)) == (reason, ())
 
 
 @pytest.mark.parametrize(
@@ -138,13 +143,12 @@ def test_raised_damping_is_noted():
         (-torch.eye(128), 7, "mean diagonal"),
         (torch.eye(128) * float("inf"), 7, "not finite"),
         (torch.full((128, 128), float("nan")), 7, "not finite"),
-        (torch.eye(128) - torch.ones(128, 128) * 0.5, 7, "factorization failed after 10"),
     ],
 )
 def test_unusable_hessians_give_a_reason(matrix, count, reason):
-    ready = hessian.finalize(matrix, count, signs(128), min_count=3 if count == 2 else 1)
+    ready = hessian.finalize(matrix, count, min_count=3 if count == 2 else 1)
     assert reason in ready.fallback
-    assert ready.factor is None and ready.damped is None
+    assert ready.damped is None
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 3, 64])

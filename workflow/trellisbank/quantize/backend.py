@@ -10,7 +10,6 @@ from typing import Literal
 
 import torch
 
-from trellisbank.errors import QuantizeError
 from trellisbank.quantize import encode_exllamav3, expert
 from trellisbank.quantize.expert import Encoded, Options, Work
 
@@ -26,7 +25,6 @@ class Backend:
         version: rises when its bytes change.
         device_class: what of this machine its bytes may depend on.
         device: where it takes weights and Hessians.
-        ahead: works to prepare while it is busy; 0 where that would only cost memory.
         encode: encodes works, in any order.
     """
 
@@ -34,7 +32,6 @@ class Backend:
     version: int
     device_class: str
     device: str
-    ahead: int
     encode: Callable[[Iterable[Work]], Iterator[Encoded]]
 
 
@@ -56,17 +53,9 @@ def choose_backend(choice: Choice, options: Options, min_tokens: int, threads: i
             version=expert.ENCODER_VERSION,
             device_class=f"cpu-{torch.backends.cpu.get_cpu_capability().lower()}",
             device="cpu",
-            ahead=0,
             encode=partial(
                 expert.encode_each, options=options, min_tokens=min_tokens, threads=threads
             ),
-        )
-    if options.scaled_hessian:
-        raise QuantizeError(
-            "The exllamav3 backend does not take scaled Hessians.",
-            expected="scaled_hessian: false, or backend: cpu",
-            found=f"scaled_hessian: true, backend: {choice}",
-            fix="set encode.scaled_hessian to false, or encode.backend to cpu",
         )
     encode_exllamav3.load()
     return Backend(
@@ -74,6 +63,5 @@ def choose_backend(choice: Choice, options: Options, min_tokens: int, threads: i
         version=encode_exllamav3.ENCODER_VERSION,
         device_class=encode_exllamav3.device_class(),
         device=f"cuda:{torch.cuda.current_device()}",
-        ahead=2 * encode_exllamav3.GROUP,
         encode=partial(encode_exllamav3.encode_many, options=options, min_tokens=min_tokens),
     )

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import os
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from blake3 import blake3
@@ -28,8 +27,6 @@ from trellisbank.safetensors_io import map_tensor, read_header, tensor_bytes
 Pathlike = str | os.PathLike[str]
 Weighting = Literal["none", "route"]
 Progress = Callable[[str], None]
-
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -136,7 +133,7 @@ def encode_block(
 
     What the bank holds already is looked up by key and not encoded again, so an interrupted job
     goes on where it ended. An expert's bytes depend neither on its block nor on `threads`. Where
-    the encoder is a GPU, reading and Hessians go ahead of it and writing behind it.
+    the encoder is a GPU, reading and Hessians go on beside it, and writing.
 
     Args:
         source: Folder of the source.
@@ -215,7 +212,7 @@ def encode_block(
             # Ahead of the first write, which waits for it.
             check = writer.submit(_check_captures, captures, receipt["captures"])
             writes: list[Future[None]] = []
-            for work, encoded in encoder.encode(_ahead(works(), encoder.ahead)):
+            for work, encoded in encoder.encode(works()):
                 assert isinstance(work, Missing)
                 writes.append(writer.submit(_put, check, store, work, encoded))
                 if check.done():
@@ -235,19 +232,6 @@ def encode_block(
             "entries": [store.entry(store.header(key)) for key in keys],
         },
     )
-
-
-def _ahead(items: Iterable[Item], depth: int) -> Iterator[Item]:
-    """The items, drawn by another thread up to `depth` of them ahead; 0: by this one."""
-    if not depth:
-        yield from items
-        return
-    iterator, end = iter(items), object()
-    with ThreadPoolExecutor(1) as reader:
-        drawn = deque(reader.submit(next, iterator, end) for _ in range(depth))
-        while (item := drawn.popleft().result()) is not end:
-            drawn.append(reader.submit(next, iterator, end))
-            yield item  # type: ignore[misc]
 
 
 def _put(
@@ -330,7 +314,7 @@ def _measured(key: str, hessian: Hessian, encoded: dict[str, EncodedMatrix]) -> 
         "key": key,
         "tokens": hessian.count,
         "hessian": _matrix_hash(hessian),
-        "fallback": next(iter(encoded.values())).fallback,
+        "fallback": next((e.fallback for e in encoded.values() if e.fallback), None),
         "notes": notes,
         "matrices": {
             matrix: {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""EXL3 decoding in torch, on whatever device the tensors lie: the same numbers as formats.trellis.
+"""EXL3 decoding and rotation in torch, on whatever device: the same numbers as formats.trellis.
 
 The inner matrix is exact. The weight is a product in fp32, as there, but with its sums in another
 order.
@@ -22,6 +22,19 @@ def hadamard(device: torch.device) -> Tensor:
     """``H128 / sqrt(128)``, fp32 ``[128, 128]``."""
     identity = np.eye(trellis.BLOCK, dtype=np.float32)
     return torch.from_numpy(trellis.hadamard128(identity, 0)).to(device)
+
+
+def turn(matrix: Tensor, axis: int) -> Tensor:
+    """``P M`` (axis 0) or ``M P`` (axis 1) of an fp32 matrix: butterflies on a CPU, else a product.
+
+    The order of sums on a CPU is that of `trellis.hadamard128` on any machine.
+    """
+    if matrix.device.type == "cpu":
+        return torch.from_numpy(trellis.hadamard128(matrix.numpy(), axis))
+    blocks, across = hadamard(matrix.device), matrix.shape[1]
+    if axis == 0:
+        return (blocks @ matrix.reshape(-1, trellis.BLOCK, across)).view(matrix.shape)
+    return (matrix.reshape(-1, trellis.BLOCK) @ blocks).view(matrix.shape)
 
 
 @cache

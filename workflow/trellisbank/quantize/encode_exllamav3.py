@@ -5,12 +5,18 @@ Policies, signs and measures are those of the CPU encoder (`expert`). What an ex
 on: its own weights, Hessian and name, the parameters, and the device's arithmetic. They do not
 depend on the other experts of its group, since a group always has `GROUP` places: matrix products
 of another number of matrices may round otherwise.
+
+exllamav3 has a thread of its own. While it is busy with a group, which leaves gaps on the device
+and needs little of the CPU, the caller's thread measures the group before and makes the next one
+ready: reading, Hessians and factors.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -30,7 +36,8 @@ from trellisbank.quantize.expert import (
     measure,
     random_signs,
 )
-from trellisbank.quantize.hessian import BLOCK, RETRIES, unusable
+from trellisbank.quantize.hessian import BLOCK, RETRIES, outcome, unusable
+from trellisbank.quantize.ldlq import regularize
 
 PACKAGE = "exllamav3"
 
@@ -99,6 +106,31 @@ def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return quantize_exl3, quantize_exl3_batch
 
 
+@dataclass(frozen=True)
+class Ready:
+    """A matrix of a work, ready for exllamav3.
+
+    Attributes:
+        work: whose it is.
+        name: its name there.
+        flips: what makes its output signs those of its name (`_flips`).
+        record: exllamav3's record of its Hessian.
+        fallback: why it is encoded without error feedback, or None.
+        notes: odd things that happened.
+    """
+
+    work: Work
+    name: str
+    flips: Tensor
+    record: dict[str, Any]
+    fallback: str | None
+    notes: tuple[str, ...]
+
+
+Found = tuple[dict[str, Tensor], float]
+"""Tensors of a matrix, and the global scale of its tiles."""
+
+
 def encode_many(works: Iterable[Work], options: Options, min_tokens: int) -> Iterator[Encoded]:
     """Encode works in groups of one rate and shape.
 
@@ -113,86 +145,115 @@ def encode_many(works: Iterable[Work], options: Options, min_tokens: int) -> Ite
     Raises:
         QuantizeError: as `expert.encode_group`, and as `load`.
     """
-    waiting: dict[tuple[Any, ...], list[Work]] = {}
+    quantizers = load()
+    running: tuple[list[list[Ready]], Future[list[Found]]] | None = None
+    with ThreadPoolExecutor(1) as thread:
+        for group in _groups(works, options, min_tokens):
+            future = thread.submit(_quantize, group, options, *quantizers)
+            if running:
+                yield from _finished(*running)
+            running = group, future
+        if running:
+            yield from _finished(*running)
+
+
+def _groups(
+    works: Iterable[Work], options: Options, min_tokens: int
+) -> Iterator[list[list[Ready]]]:
+    """Works made ready, together where their rates and shapes are the same."""
+    waiting: dict[tuple[Any, ...], list[list[Ready]]] = {}
     for work in works:
         kind = (work.rate, *((name, weight.shape) for name, weight in work.weights.items()))
         group = waiting.setdefault(kind, [])
-        group.append(work)
+        group.append(_make_ready(work, options, min_tokens))
         if len(group) == GROUP:
-            yield from _encode_group(waiting.pop(kind), options, min_tokens)
-    for group in waiting.values():
-        yield from _encode_group(group, options, min_tokens)
+            yield waiting.pop(kind)
+    yield from waiting.values()
 
 
-Place = tuple[Work, str, dict[str, Any]]
-"""A matrix of a work, by name, and its Hessian's record."""
+def _make_ready(work: Work, options: Options, min_tokens: int) -> list[Ready]:
+    """The matrices of a work, each with a record of its Hessian."""
+    hessian = work.hessian
+    first = next(iter(work.weights.values()))
+    group = f"{work.stem}.{'+'.join(work.weights)}"
+    signs = random_signs(f"{group}/in", first.shape[0]).to(first.device)
+    reason = unusable(hessian.matrix, hessian.count, min_tokens)
+    if reason is None:
+        damped = _damped(hessian.matrix, hessian.count, options.sigma_reg)
+        turned = _rotated(damped, signs)
+    found = []
+    for name, weight in work.weights.items():
+        check_weight(weight, f"{work.stem}.{name}")
+        out_signs = random_signs(f"{work.stem}.{name}/out", weight.shape[1]).to(weight.device)
+        record, fallback = _without_feedback(signs), reason
+        notes: tuple[str, ...] = ()
+        # The refit has nothing to fit in a matrix of zeros and would not end well.
+        if reason is None and bool(weight.any()):
+            metric = turned
+            if options.scaled_hessian:
+                _, su, _ = regularize(weight.float(), signs, out_signs, options.out_scales)
+                metric = _rotated(damped, su)
+            factor, retries = _block_ldl(metric, options.sigma_reg)
+            fallback, notes = outcome(factor, retries)
+            if factor is not None:
+                record = _record(turned, damped, signs, factor)
+        flips = _flips(out_signs).to(weight.dtype)
+        found.append(Ready(work, name, flips, record, fallback, notes))
+    return found
 
 
-def _encode_group(works: list[Work], options: Options, min_tokens: int) -> Iterator[Encoded]:
-    quantize, quantize_batch = load()
-    together: list[Place] = []
-    notes: dict[str, tuple[str, ...]] = {}
-    done: dict[tuple[str, str], EncodedMatrix] = {}
-    for work in works:
-        first = next(iter(work.weights.values()))
-        name = f"{work.stem}.{'+'.join(work.weights)}/in"
-        signs = random_signs(name, first.shape[0]).to(first.device)
-        hessian, record, retries = work.hessian, None, 0
-        reason = unusable(hessian.matrix, hessian.count, min_tokens)
-        if reason is None:
-            record, retries = _record(hessian.matrix, hessian.count, signs, options.sigma_reg)
-            if record is None:
-                reason = f"factorization failed after {retries} retries"
-        notes[work.stem] = (f"damping raised {retries} times",) if record and retries else ()
-        for matrix, weight in work.weights.items():
-            check_weight(weight, f"{work.stem}.{matrix}")
-            # The refit has nothing to fit in a matrix of zeros and would not end well.
-            if record is not None and bool(weight.any()):
-                together.append((work, matrix, record))
-                continue
-            flips, used = _flips(work, matrix), _arguments(work, options)
-            alone = weight.float() * flips
-            _, _, tensors = quantize(alone, _without_feedback(signs), used, False)
-            done[work.stem, matrix] = _finish(
-                work, matrix, tensors, flips, used, reason, notes[work.stem]
-            )
+def _quantize(
+    group: list[list[Ready]],
+    options: Options,
+    quantize: Callable[..., Any],
+    quantize_batch: Callable[..., Any],
+) -> list[Found]:
+    """What exllamav3 gives for the matrices of a group, in their order."""
+    everything = [ready for readies in group for ready in readies]
+    found: dict[int, Found] = {}
+    together = []
+    for place, ready in enumerate(everything):
+        if not ready.record["q_fallback"]:
+            together.append(place)
+            continue
+        weight, used = ready.work.weights[ready.name], _arguments(ready.work, options)
+        _, _, tensors = quantize(weight.float() * ready.flips, ready.record, used, False)
+        found[place] = tensors, used["g_scale"]
     if together:
-        work, matrix, record = together[-1]
         # Places that stay free are given a copy: as many products of the same sizes as ever.
-        free = range(GROUP * len(work.weights) - len(together))
-        filled = together + [(work, matrix, dict(record)) for _ in free]
-        turned = [_flips(work, matrix) for work, matrix, _ in filled]
-        arguments = [_arguments(work, options) for work, _, _ in filled]
+        free = GROUP * len(group[0]) - len(together)
+        filled = [everything[place] for place in together + together[-1:] * free]
+        arguments = [_arguments(ready.work, options) for ready in filled]
+        records = [ready.record | {"L": Handover(ready.record["L"])} for ready in filled]
+        for place in together:
+            del everything[place].record["L"]
         results = quantize_batch(
-            [
-                work.weights[name] * flips
-                for (work, name, _), flips in zip(filled, turned, strict=True)
-            ],
-            [record for _, _, record in filled],
-            arguments,
+            [ready.work.weights[ready.name] * ready.flips for ready in filled], records, arguments
         )
-        for place, flips, used, (_, tensors) in zip(
-            together, turned, arguments, results, strict=False
-        ):
-            work, matrix, _ = place
-            done[work.stem, matrix] = _finish(
-                work, matrix, tensors, flips, used, None, notes[work.stem]
-            )
-    for work in works:
-        yield work, {matrix: done[work.stem, matrix] for matrix in work.weights}
+        for place, used, (_, tensors) in zip(together, arguments, results, strict=False):
+            found[place] = tensors, used["g_scale"]
+    return [found[place] for place in range(len(everything))]
 
 
-def _flips(work: Work, matrix: str) -> Tensor:
-    """What turns the output signs that exllamav3 draws into those of the name, ``[n]`` of +-1.
+def _finished(group: list[list[Ready]], future: Future[list[Found]]) -> Iterator[Encoded]:
+    """The works of a group, measured."""
+    results = iter(future.result())
+    for readies in group:
+        yield (
+            readies[0].work,
+            {ready.name: _finish(ready, *next(results)) for ready in readies},
+        )
+
+
+def _flips(out_signs: Tensor) -> Tensor:
+    """What turns the output signs that exllamav3 draws into those given, ``[n]`` of +-1.
 
     With the columns of a weight flipped by it, its scales come out flipped by it too.
     """
-    weight = work.weights[matrix]
-    size, device = weight.shape[1], weight.device
+    device = out_signs.device
     generator = torch.Generator(device).manual_seed(SEED)
-    drawn = torch.randn(size, generator=generator, device=device) < 0
-    own = random_signs(f"{work.stem}.{matrix}/out", size).to(device)
-    return torch.where(drawn, -own, own).to(weight.dtype)
+    drawn = torch.randn(len(out_signs), generator=generator, device=device) < 0
+    return torch.where(drawn, -out_signs, out_signs)
 
 
 def _arguments(work: Work, options: Options) -> dict[str, Any]:
@@ -208,27 +269,38 @@ def _arguments(work: Work, options: Options) -> dict[str, Any]:
     }
 
 
-def _finish(
-    work: Work,
-    matrix: str,
-    tensors: dict[str, Tensor],
-    flips: Tensor,
-    arguments: dict[str, Any],
-    fallback: str | None,
-    notes: tuple[str, ...],
-) -> EncodedMatrix:
-    tensors = tensors | {"svh": tensors["svh"] * flips.half()}
-    check_scales(tensors, f"{work.stem}.{matrix}")
+def _finish(ready: Ready, tensors: dict[str, Tensor], g_scale: float) -> EncodedMatrix:
+    work, name = ready.work, ready.name
+    tensors = tensors | {"svh": tensors["svh"] * ready.flips.half()}
+    check_scales(tensors, f"{work.stem}.{name}")
     stored = decode(tensors, CODEBOOK)
     return measure(
-        work.weights[matrix].float(),
+        work.weights[name].float(),
         stored,
         {part: tensor.cpu() for part, tensor in tensors.items()},
         work.hessian.matrix,
-        arguments["g_scale"],
-        fallback,
-        notes,
+        g_scale,
+        ready.fallback,
+        ready.notes,
     )
+
+
+class Handover:
+    """A factor in a record, let go of once exllamav3 takes it with ``.to(device)``.
+
+    exllamav3 stacks the factors of a group, 3.4 GB at release size; a tensor in the record would
+    stay beside the stack, and be copied to the CPU in the end.
+    """
+
+    is_cuda = False
+
+    def __init__(self, factor: Tensor) -> None:
+        """Hold it until then."""
+        self._held = [factor]
+
+    def to(self, device: torch.device) -> Tensor:
+        """Give it away."""
+        return self._held.pop().to(device)
 
 
 def _without_feedback(signs: Tensor) -> dict[str, Any]:
@@ -243,40 +315,42 @@ def _without_feedback(signs: Tensor) -> dict[str, Any]:
     }
 
 
-def _record(
-    matrix: Tensor, count: int, signs: Tensor, sigma_reg: float
-) -> tuple[dict[str, Any] | None, int]:
-    """exllamav3's record of a Hessian, ready for encoding; and how often damping was raised.
-
-    `hessian.finalize` in exllamav3's order of operations, so that a record holds its very bits,
-    but with the input signs given and nothing moved to the CPU. None if no factor was found.
-    """
-    rotated = matrix / count
-    rotated.diagonal().add_(sigma_reg * float(torch.diag(rotated).mean()))
-    diagonal = rotated.diagonal().clone()
-    turn = hadamard(matrix.device)
-    rotated *= signs
-    for part in rotated.split(len(turn), dim=1):
-        part.copy_(part @ turn)
-    rotated *= signs[:, None]
-    for part in rotated.split(len(turn), dim=0):
-        part.copy_(turn @ part)
-    factor, retries = _block_ldl(rotated, sigma_reg)
-    if factor is None:
-        return None, retries
-    record = {
-        "H": rotated,
+def _record(turned: Tensor, damped: Tensor, signs: Tensor, factor: Tensor) -> dict[str, Any]:
+    """exllamav3's record of a Hessian with a factor, ready for encoding."""
+    return {
+        "H": turned,
         "L": factor,
         "su": signs[:, None],
-        "diag": diagonal,
+        "diag": damped.diagonal().clone(),
         "finalized": True,
         "q_fallback": False,
     }
-    return record, retries
+
+
+# In exllamav3's order of operations, so that a record with signs alone holds its very bits.
+
+
+def _damped(matrix: Tensor, count: int, sigma_reg: float) -> Tensor:
+    """`hessian.finalize`."""
+    damped = matrix / count
+    damped.diagonal().add_(sigma_reg * float(torch.diag(damped).mean()))
+    return damped
+
+
+def _rotated(matrix: Tensor, scales: Tensor) -> Tensor:
+    """`hessian.rotate`."""
+    rotated = matrix * scales
+    rotated *= scales[:, None]
+    turn = hadamard(matrix.device)
+    for part in rotated.split(len(turn), dim=1):
+        part.copy_(part @ turn)
+    for part in rotated.split(len(turn), dim=0):
+        part.copy_(turn @ part)
+    return rotated
 
 
 def _block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
-    """`hessian.block_ldl` in exllamav3's order of operations."""
+    """`hessian.block_ldl`."""
     factor, failed = torch.linalg.cholesky_ex(matrix)
     retries = 0
     attempt = matrix.clone() if failed else matrix

@@ -16,7 +16,14 @@ from torch import Tensor
 from trellisbank.errors import QuantizeError
 from trellisbank.formats import trellis
 from trellisbank.quantize.encode_cpu import search_scale, tile_encoder
-from trellisbank.quantize.hessian import Finalized, Hessian, block_ldl, finalize, rotate
+from trellisbank.quantize.hessian import (
+    Finalized,
+    Hessian,
+    block_ldl,
+    finalize,
+    outcome,
+    rotate,
+)
 from trellisbank.quantize.ldlq import refit, regularize, round_with_feedback, transform
 
 ENCODER_VERSION = 2
@@ -34,14 +41,14 @@ class Options:
         sigma_reg: damping of the Hessian, as a share of its mean diagonal.
         out_scales: even out the sizes of the output channels before encoding.
         refit: fit the scales by least squares after encoding.
-        scaled_hessian: factor the Hessian once a matrix with its input scales, so that the error
-            feedback weighs channels as they are stored, instead of once for all with signs alone.
+        scaled_hessian: factor the Hessian with the input scales of each matrix, so that the error
+            feedback weighs channels as they are stored, instead of with the signs alone.
     """
 
     sigma_reg: float = 0.025
     out_scales: bool = True
     refit: bool = True
-    scaled_hessian: bool = False
+    scaled_hessian: bool = True
 
 
 @dataclass(frozen=True)
@@ -129,8 +136,8 @@ def quantize_matrix(
     su, sv = signs or (random_signs(f"{name}/in", k), random_signs(f"{name}/out", n))
     with _one_torch_thread():
         _check_hessian(hessian, k, name)
-        ready = finalize(hessian, count, su, options.sigma_reg, min_tokens)
-        return _encode(weight, hessian, ready, sv, rate, name, options, threads)
+        ready = finalize(hessian, count, options.sigma_reg, min_tokens)
+        return _encode(weight, hessian, ready, su, sv, rate, name, options, threads)
 
 
 def encode_group(
@@ -146,7 +153,7 @@ def encode_group(
 ) -> dict[str, EncodedMatrix]:
     """Encode the matrices of one expert that read the same inputs.
 
-    They share the Hessian, its factor and the input signs; output signs are each matrix's own.
+    They share the Hessian and the input signs; output signs are each matrix's own.
 
     Args:
         weights: by matrix name (``w1`` and ``w3``, or ``w2``), each ``[k, n]``, input channels
@@ -169,12 +176,13 @@ def encode_group(
     with _one_torch_thread():
         _check_hessian(hessian, k, group)
         signs = random_signs(f"{group}/in", k)
-        ready = finalize(hessian, count, signs, options.sigma_reg, min_tokens)
+        ready = finalize(hessian, count, options.sigma_reg, min_tokens)
         return {
             name: _encode(
                 weight,
                 hessian,
                 ready,
+                signs,
                 random_signs(f"{stem}.{name}/out", weight.shape[1]),
                 rate,
                 f"{stem}.{name}",
@@ -267,6 +275,7 @@ def _encode(
     weight: Tensor,
     hessian: Tensor | None,
     ready: Finalized,
+    signs: Tensor,
     out_signs: Tensor,
     rate: int,
     name: str,
@@ -276,14 +285,17 @@ def _encode(
     weight = weight.float().contiguous()  # sums would feel another layout's order
     encode = tile_encoder(rate, CODEBOOK, threads)
     values = trellis.codebook(CODEBOOK).astype(np.float32)
-    regular, su, sv = regularize(weight, ready.signs, out_signs, options.out_scales)
+    regular, su, sv = regularize(weight, signs, out_signs, options.out_scales)
     g = search_scale(regular.numpy(), rate, encode, values)
-    factor, notes = ready.factor, ready.notes
-    if options.scaled_hessian and ready.damped is not None:
-        factor, notes = _scaled_factor(ready, su, options.sigma_reg)
+    factor, fallback = None, ready.fallback
+    notes: tuple[str, ...] = ()
+    if ready.damped is not None:
+        scales = su if options.scaled_hessian else signs
+        factor, retries = block_ldl(rotate(ready.damped, scales), options.sigma_reg)
+        fallback, notes = outcome(factor, retries)
     quantized, states = round_with_feedback(regular * g, factor, encode, values)
     su = su / g
-    if options.refit and ready.damped is not None:
+    if options.refit and ready.damped is not None and fallback is None:
         in_place = su[:, None] * transform(quantized) * sv
         su, sv = refit(weight, in_place, ready.damped, su, sv)
     suh, svh = su.half(), sv.half()
@@ -295,18 +307,7 @@ def _encode(
     }
     check_scales(tensors, name)
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
-    return measure(weight, torch.from_numpy(stored), tensors, hessian, g, ready.fallback, notes)
-
-
-def _scaled_factor(
-    ready: Finalized, su: Tensor, sigma_reg: float
-) -> tuple[Tensor | None, tuple[str, ...]]:
-    """Factor with a matrix's own input scales; that with signs alone where it cannot be found."""
-    assert ready.damped is not None
-    factor, retries = block_ldl(rotate(ready.damped, su), sigma_reg)
-    if factor is None or not bool(factor.isfinite().all()):
-        return ready.factor, (*ready.notes, "scaled Hessian has no factor: signs alone")
-    return factor, (f"damping raised {retries} times",) if retries else ()
+    return measure(weight, torch.from_numpy(stored), tensors, hessian, g, fallback, notes)
 
 
 def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:

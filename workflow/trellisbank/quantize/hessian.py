@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from scipy.linalg import lapack
 from torch import Tensor
 
-from trellisbank.formats.trellis import hadamard128
 from trellisbank.model.moe import expert_hidden
+from trellisbank.quantize.decode_torch import turn
 
 CHUNK = 1024
 """Rows added at a time. Part of the result: it fixes the order of summation."""
@@ -168,25 +168,17 @@ class Finalized:
     """A Hessian made ready for encoding, shared by all matrices that read the same inputs.
 
     Attributes:
-        signs: fp32 ``[k]`` of +-1, the random input signs.
         damped: fp32 ``[k, k]``, ``H / count + sigma_reg mean(diag) I``; None with a fallback.
-        factor: fp32 ``[k, k]``, block LDL factor of the rotated damped matrix, strictly below the
-            block diagonal; None with a fallback.
         fallback: why there is no error feedback, or None.
-        notes: odd things that did not prevent it.
     """
 
-    signs: Tensor
     damped: Tensor | None
-    factor: Tensor | None
     fallback: str | None
-    notes: tuple[str, ...] = field(default=())
 
 
-def rotate(matrix: Tensor, signs: Tensor) -> Tensor:
-    """``P diag(signs) H diag(signs) P`` for a symmetric fp32 matrix ``[k, k]``."""
-    signed = (signs[:, None] * matrix * signs).numpy()
-    return torch.from_numpy(hadamard128(hadamard128(signed, 0), 1))
+def rotate(matrix: Tensor, scales: Tensor) -> Tensor:
+    """``P diag(scales) H diag(scales) P`` for a symmetric fp32 matrix ``[k, k]``."""
+    return turn(turn(scales[:, None] * matrix * scales, 0), 1)
 
 
 def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
@@ -196,7 +188,7 @@ def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
     it is tried again, ten times at most.
 
     Returns:
-        fp32 ``[k, k]`` or None when every attempt failed, and the number of retries.
+        fp32 ``[k, k]`` or None when there is none of finite numbers, and the number of retries.
     """
     k = len(matrix)
     step = 2 * sigma_reg * matrix.diagonal().mean()
@@ -216,7 +208,15 @@ def block_ldl(matrix: Tensor, sigma_reg: float) -> tuple[Tensor | None, int]:
     columns = cholesky.reshape(k, k // BLOCK, BLOCK).transpose(0, 1)
     factor = torch.bmm(columns, inverses).transpose(0, 1).reshape(k, k)
     below = torch.arange(k)[:, None] // BLOCK > torch.arange(k) // BLOCK
-    return torch.where(below, factor, 0.0), retries
+    factor = torch.where(below, factor, 0.0)
+    return (factor if bool(factor.isfinite().all()) else None), retries
+
+
+def outcome(factor: Tensor | None, retries: int) -> tuple[str | None, tuple[str, ...]]:
+    """Reason of a fallback, or None, and notes on a factorization: the policy of every encoder."""
+    if factor is None:
+        return f"factorization failed after {retries} retries", ()
+    return None, (f"damping raised {retries} times",) if retries else ()
 
 
 def unusable(matrix: Tensor | None, count: int, min_count: int) -> str | None:
@@ -236,14 +236,13 @@ def unusable(matrix: Tensor | None, count: int, min_count: int) -> str | None:
 
 
 def finalize(
-    matrix: Tensor | None, count: int, signs: Tensor, sigma_reg: float = 0.025, min_count: int = 1
+    matrix: Tensor | None, count: int, sigma_reg: float = 0.025, min_count: int = 1
 ) -> Finalized:
-    """Normalise, damp, rotate and factor a Hessian.
+    """Normalise and damp a Hessian.
 
     Args:
         matrix: fp32 ``[k, k]``, ``X^T X``; None when there is none. Not changed.
         count: rows in it.
-        signs: fp32 ``[k]`` of +-1.
         sigma_reg: damping as a share of the mean diagonal.
         min_count: with fewer rows than this there is no error feedback.
 
@@ -252,12 +251,7 @@ def finalize(
     """
     reason = unusable(matrix, count, min_count)
     if matrix is None or reason:
-        return Finalized(signs, None, None, reason)
-    normal = matrix / count
-    mean = normal.diagonal().mean()
-    normal.diagonal().add_(sigma_reg * mean)
-    factor, retries = block_ldl(rotate(normal, signs), sigma_reg)
-    if factor is None or not bool(factor.isfinite().all()):
-        return Finalized(signs, None, None, f"factorization failed after {retries} retries")
-    notes = (f"damping raised {retries} times",) if retries else ()
-    return Finalized(signs, normal, factor, None, notes)
+        return Finalized(None, reason)
+    damped = matrix / count
+    damped.diagonal().add_(sigma_reg * damped.diagonal().mean())
+    return Finalized(damped, None)

@@ -12,7 +12,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trellisbank.formats.trellis import from_tiles, hadamard128, to_tiles
+from trellisbank.formats.trellis import from_tiles, to_tiles
+from trellisbank.quantize.decode_torch import turn
 from trellisbank.quantize.encode_cpu import Encoder
 from trellisbank.quantize.hessian import BLOCK
 
@@ -26,7 +27,7 @@ SPAN = 128
 
 def transform(matrix: Tensor) -> Tensor:
     """``P_k M P_n``."""
-    return torch.from_numpy(hadamard128(hadamard128(matrix.numpy(), 0), 1))
+    return turn(turn(matrix, 0), 1)
 
 
 def regularize(
@@ -52,12 +53,12 @@ def regularize(
         sv = sv * columns.masked_fill(zero, 0.1) + 1e-10
     scaled = weight / sv
     sv = sv.masked_fill(zero, 0.0)
-    scaled = torch.from_numpy(hadamard128(scaled.numpy(), 1))
+    scaled = turn(scaled, 1)
     rows = scaled.square().mean(dim=1).sqrt()
     rows = rows.masked_fill(rows < 1e-30, 0.1)
     su = su * rows / -RMS + 1e-10
     scaled = scaled / su[:, None]
-    return torch.from_numpy(hadamard128(scaled.numpy(), 0)), su, sv
+    return turn(scaled, 0), su, sv
 
 
 def round_with_feedback(
