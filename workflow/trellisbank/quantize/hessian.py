@@ -79,7 +79,7 @@ def expert_hessians(
     w1: Tensor,
     w3: Tensor,
     limit: float,
-    down_weighting: Literal["none", "route"] = "none",
+    down_weighting: Literal["none", "route"] = "route",
 ) -> tuple[Hessian, Hessian]:
     """Hessians of one routed expert's two matrix groups, from its own tokens.
 
