@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import caching
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
@@ -109,8 +110,10 @@ def test_integer_costs_are_fine_enough():
 
 @pytest.mark.parametrize("rate", RATES)
 def test_plain_loops_give_the_same_states(rate, monkeypatch):
-    tiles = np.concatenate([TILES[:2], TILES[200:201]])
-    states = tile_encoder(rate)(tiles)
+    # With targets this large many nodes tie at the end of a path.
+    huge = np.random.default_rng(0).normal(0, 1e4, (23, 256)).astype(np.float32)
+    tiles = np.concatenate([TILES[:2], TILES[200:201], huge[[4, 22]]])
+    states, free = tile_encoder(rate)(tiles), tile_encoder(rate)(tiles, ring=False)
 
     class Broken:
         def compile(self, signature):
@@ -122,6 +125,20 @@ def test_plain_loops_give_the_same_states(rate, monkeypatch):
     with pytest.warns(UserWarning, match="no such vectors"):
         encode = tile_encoder(rate)
     assert np.array_equal(encode(tiles), states)
+    assert np.array_equal(encode(tiles, ring=False), free)
+
+
+def test_encoder_works_where_nothing_compiled_can_be_kept(monkeypatch):
+    def refuse(_):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", refuse)
+    kernels = viterbi._KERNELS | {(8, False): viterbi._kernel(8, False)}
+    tiles = TILES[:1]
+    states = tile_encoder(8)(tiles)
+    monkeypatch.setattr(viterbi, "_KERNELS", kernels)
+    monkeypatch.setattr(viterbi, "kernel", viterbi.kernel.__wrapped__)
+    assert np.array_equal(tile_encoder(8)(tiles), states)
 
 
 ARM = """
