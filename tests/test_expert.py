@@ -18,6 +18,7 @@ from trellisbank.quantize.expert import (
     quantize_matrix,
     random_signs,
 )
+from trellisbank.quantize.ldlq import regularize
 from trellisbank.quantize.matrix_file import decode_file, encode_file
 
 DATA = Path(__file__).parent / "data"
@@ -363,3 +364,27 @@ def test_files_that_are_refused(tmp_path, tensors, message):
         encode_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", 3)
     assert {"file", "tensor", "expected", "found", "fix"} <= raised.value.fields.keys()
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_large_hessians_never_raise():
+    """The refit's sums leave fp32: scales stay what they were, and are not taken for too large."""
+    weight, x = small()
+    for size in (1e34, 1e35):
+        found = quantize_matrix(weight * 100, x.T @ x * size, len(x), 2, "large")
+        assert all(bool(tensor.isfinite().all()) for tensor in found.tensors.values())
+        assert found.relative_frobenius < 0.5
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_offset_of_the_scales_never_cancels_one(side):
+    """A channel of about 1e-10, next to nothing, must not be blown up and swamp its neighbours."""
+    weight, _ = small(12)
+    signs = torch.ones(128), -torch.ones(128)
+    spared = quantize_matrix(weight, None, 0, 3, "m", signs=signs).relative_frobenius
+    channel = weight.select(side, 9)
+    channel *= 1e-10
+    for _ in range(3):  # to the size at which the offset takes the scale to 0
+        _, su, sv = regularize(weight, *signs, True)
+        channel *= 1e-10 / (1e-10 - (su, sv)[side][9])
+    found = quantize_matrix(weight, None, 0, 3, "m", signs=signs)
+    assert found.relative_frobenius == pytest.approx(spared, rel=0.1)
