@@ -120,7 +120,8 @@ def test_every_setting_that_changes_bytes_changes_the_key(layer, tmp_path):
 def test_expert_without_tokens_falls_back_and_says_so(layer, tmp_path):
     (entry,) = encode(layer, tmp_path, [(3, "down", 2)], block=1)
     assert entry["tokens"] == 0 and "no calibration rows" in entry["fallback"]
-    assert entry["matrices"]["w2"]["proxy_error"] is None
+    for measure in ("proxy_error", "output_error_energy", "output_energy"):
+        assert entry["matrices"]["w2"][measure] is None
     assert 0 < entry["matrices"]["w2"]["relative_frobenius"] < 0.5
 
 

@@ -218,7 +218,8 @@ def test_without_a_usable_hessian(hessian, count, reason, measured):
     assert all(bool(t.isfinite().all()) for t in found.tensors.values())
     assert found.relative_frobenius < 0.16
     if measured is not None:
-        assert (found.proxy_error is not None) == measured
+        measures = found.proxy_error, found.output_error_energy, found.output_energy
+        assert [measure is not None for measure in measures] == [measured] * 3
     assert same(found, without_hessian())
 
 
@@ -250,8 +251,17 @@ def test_scales_that_leave_fp16():
     h = x.T @ x
     with pytest.raises(QuantizeError, match="fp16"):
         quantize_matrix(weight * 1e7, h, len(x), 2, "m")
+    for beyond in (1e20, 1e38):  # the squares leave fp32 too
+        with pytest.raises(QuantizeError, match=r"fp16\n(.*\n)?.*tensor: layers.0.w1"):
+            quantize_matrix(weight * beyond, h, len(x), 2, "layers.0.w1")
     found = quantize_matrix(weight * 1e-8, h, len(x), 2, "m")
-    assert "underflow" in found.notes[0]
+    assert found.notes == ("128 input scales underflow fp16",)
+    found = quantize_matrix(weight * 1e-25, h, len(x), 2, "m")
+    assert found.notes == ("128 output scales underflow fp16",)
+    weight[:, [3, 7]] *= 1e-9
+    weight[:, 5] = 0
+    found = quantize_matrix(weight, h, len(x), 2, "m")
+    assert found.notes == ("2 output scales underflow fp16",)
 
 
 @pytest.mark.parametrize(
