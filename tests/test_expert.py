@@ -364,6 +364,7 @@ def test_huge_hessian_gives_no_figure_rather_than_nan():
         ({"W": torch.ones(128, 128, dtype=torch.float64)}, "W is not a matrix"),
         ({"W": torch.ones(128, 128), "count": torch.tensor([1, 2])}, "rows is no number"),
         ({"W": torch.ones(128, 128), "count": torch.tensor(float("nan"))}, "rows is no number"),
+        ({"W": torch.ones(128, 128), "count": torch.tensor(float("inf"))}, "rows is no number"),
         ({"W": torch.ones(128, 128), "H": torch.ones(64, 64)}, "H does not fit"),
         ({"W": torch.ones(128, 128), "H": torch.ones(128, 128).tril()}, "not symmetric"),
     ],
