@@ -242,6 +242,16 @@ def test_a_matrix_of_zeros_is_stored_exactly(stand_in):
     assert found["w3"].fallback is None and found["w1"].proxy_error < 0.1
 
 
+def test_input_channels_of_zeros_are_stored_exactly(stand_in):
+    own = work(0)
+    for weight in own.weights.values():
+        weight *= 0.01
+        weight[3:9] = 0
+    for matrix in encode([own])[own.stem, RATE].values():
+        assert bool((matrix.tensors["suh"][3:9] == 0).all()) and matrix.notes == ()
+        assert matrix.relative_frobenius < 0.4
+
+
 def test_weights_that_cannot_be_stored_are_refused(stand_in):
     own = work(0)
     own.weights["w1"][3, 4] = float("inf")

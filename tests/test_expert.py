@@ -399,3 +399,19 @@ def test_offset_of_the_scales_never_cancels_one(side):
         channel *= 1e-10 / (1e-10 - (su, sv)[side][9])
     found = quantize_matrix(weight, None, 0, 3, "m", signs=signs)
     assert found.relative_frobenius == pytest.approx(spared, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_input_channels_of_zeros_are_stored_exactly(size):
+    """Whatever the size of the others: they would drown in the noise of a channel scaled by 0.1."""
+    weight, x = small(13)
+    weight *= size
+    usual = [quantize_matrix(weight, h, len(x), 3, "m") for h in (x.T @ x, None)]
+    weight[20:52] = 0
+    for h, expected in zip((x.T @ x, None), usual, strict=True):
+        found = quantize_matrix(weight, h, len(x), 3, "m")
+        assert not decoded(found.tensors)[20:52].any()
+        assert found.relative_frobenius < 1.05 * expected.relative_frobenius
+        assert found.notes == ()
+        if h is not None:
+            assert found.proxy_error < 1.15 * expected.proxy_error

@@ -35,6 +35,7 @@ from trellisbank.quantize.expert import (
     check_weight,
     measure,
     random_signs,
+    silence,
 )
 from trellisbank.quantize.hessian import BLOCK, RETRIES, outcome, unusable
 from trellisbank.quantize.ldlq import regularize
@@ -280,7 +281,10 @@ def _arguments(work: Work, options: Options) -> dict[str, Any]:
 
 def _finish(ready: Ready, tensors: dict[str, Tensor], g_scale: float) -> EncodedMatrix:
     work, name = ready.work, ready.name
-    tensors = tensors | {"svh": tensors["svh"] * ready.flips.half()}
+    tensors = tensors | {
+        "suh": silence(tensors["suh"], work.weights[name]),
+        "svh": tensors["svh"] * ready.flips.half(),
+    }
     check_scales(tensors, f"{work.stem}.{name}")
     stored = decode(tensors, CODEBOOK)
     return measure(

@@ -296,7 +296,7 @@ def _encode(
         factor, retries = block_ldl(rotate(ready.damped, scales), options.sigma_reg)
         fallback, notes = outcome(factor, retries)
     quantized, states = round_with_feedback(regular * g, factor, encode, values)
-    su = su / g
+    su = silence(su / g, weight)
     if options.refit and ready.damped is not None and fallback is None:
         in_place = su[:, None] * transform(quantized) * sv
         su, sv = refit(weight, in_place, ready.damped, su, sv)
@@ -310,6 +310,16 @@ def _encode(
     check_scales(tensors, name)
     stored = trellis.decode(tensors["trellis"].numpy(), suh.numpy(), svh.numpy(), CODEBOOK)
     return measure(weight, torch.from_numpy(stored), tensors, hessian, g, fallback, notes)
+
+
+def silence(su: Tensor, weight: Tensor) -> Tensor:
+    """Input scales ``[k]`` with 0 for input channels of zeros, which are then stored exactly.
+
+    Tiles are never exactly 0, and exllamav3's scale of 0.1 for such channels makes more of that
+    than small weights are. In a matrix of zeros the output scales are 0, which is enough.
+    """
+    zero = ~weight.any(dim=1)
+    return su if bool(zero.all()) else su.masked_fill(zero, 0.0)
 
 
 def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:
@@ -353,9 +363,9 @@ def measure(
     if bool((weight == 0).all()):
         notes = (*notes, "all weights are zero")
     else:
-        lost = {
-            "input": tensors["suh"] == 0,
-            "output": (tensors["svh"] == 0) & weight.any(dim=0).cpu(),  # else 0 is what is meant
+        lost = {  # where 0 is not what is meant
+            "input": (tensors["suh"] == 0) & weight.any(dim=1).cpu(),
+            "output": (tensors["svh"] == 0) & weight.any(dim=0).cpu(),
         }
         for side, places in lost.items():
             if count := int(places.sum()):

@@ -49,7 +49,9 @@ def regularize(
 
     Returns:
         ``W_reg`` with root mean square `RMS`, and the scales ``su``, ``sv`` with their signs;
-        ``sv`` is 0 for columns that are zero throughout.
+        ``sv`` is 0 for columns that are zero throughout; rows of zeros have the mean scale of all,
+        so that a factor made with it neither favours nor forgets them (exllamav3: 0.1, at any size
+        of the others).
     """
     columns = weight.square().mean(dim=0).sqrt()
     if columns.mean() > 1e-30:
@@ -61,7 +63,7 @@ def regularize(
     sv = sv.masked_fill(zero, 0.0)
     scaled = turn(scaled, 1)
     rows = scaled.square().mean(dim=1).sqrt()
-    rows = rows.masked_fill(rows < 1e-30, 0.1)
+    rows = rows.masked_fill(rows < 1e-30, float(rows.mean()) or 0.1)
     su = _off_zero(su * rows / -RMS)
     scaled = scaled / su[:, None]
     return turn(scaled, 0), su, sv
