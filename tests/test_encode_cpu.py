@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -223,6 +225,33 @@ def test_tiles_do_not_feel_each_other_or_the_threads():
     encode = tile_encoder(3, threads=2)
     for _ in range(2):  # the buffers carry nothing over
         assert np.array_equal(encode(tiles), states)
+
+
+def test_work_that_outlasts_an_interruption_keeps_its_buffers(monkeypatch):
+    compiled = viterbi.kernel(8)
+    calls, held, given = itertools.count(), [], []
+    running, end = threading.Event(), threading.Event()
+
+    def encode(*arguments):
+        if next(calls) >= 2:
+            given.append(arguments[-1])
+            compiled.encode(*arguments)
+        elif len(arguments[0]) == 2:  # the second thread's share of six tiles
+            held.append(arguments[-1])
+            running.set()
+            end.wait(30)
+        else:
+            running.wait(30)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(viterbi, "kernel", lambda _: viterbi.Kernel(encode, False))
+    encoder = tile_encoder(8, threads=2)
+    with pytest.raises(KeyboardInterrupt):
+        encoder(TILES[:6])
+    encoder(TILES[:6])
+    end.set()
+    assert given
+    assert not any(np.shares_memory(held[0], rows) for rows in given)
 
 
 def test_unknown_rates_are_refused():
