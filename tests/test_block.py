@@ -120,7 +120,8 @@ def test_every_setting_that_changes_bytes_changes_the_key(layer, tmp_path):
 def test_expert_without_tokens_falls_back_and_says_so(layer, tmp_path):
     (entry,) = encode(layer, tmp_path, [(3, "down", 2)], block=1)
     assert entry["tokens"] == 0 and "no calibration rows" in entry["fallback"]
-    assert entry["matrices"]["w2"]["proxy_error"] is None
+    for measure in ("proxy_error", "output_error_energy", "output_energy"):
+        assert entry["matrices"]["w2"][measure] is None
     assert 0 < entry["matrices"]["w2"]["relative_frobenius"] < 0.5
 
 
@@ -131,6 +132,8 @@ def test_captures_of_another_run_are_refused(layer, tmp_path):
         encode(layer, tmp_path, [(0, "down", 2)], down_weighting="route")
     with pytest.raises(QuantizeError, match="captures"):
         encode(layer, tmp_path, [(0, "down", 2)], captures=[tmp_path / "gone"] * 2)
+    with pytest.raises(QuantizeError, match="2 files"):
+        encode(layer, tmp_path, [(0, "down", 2)], captures=layer["captures"][:1])
     assert not (tmp_path / "ledger.json").exists()
 
 
@@ -175,3 +178,15 @@ def test_what_was_encoded_before_an_error_stays(layer, tmp_path, monkeypatch):
     with pytest.raises(QuantizeError, match="interrupted"):
         encode(layer, tmp_path, [(0, "down", 2), (1, "down", 2)])
     assert len(bank_files(tmp_path)) == 1
+
+
+def test_a_failing_write_ends_the_job_before_the_next_expert(layer, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Bank, "put", full)
+    monkeypatch.setattr(block, "WAITING", 0, raising=False)
+    told = []
+    with pytest.raises(OSError, match="No space left"):
+        encode(layer, tmp_path, [(0, "down", 2), (1, "down", 2)], progress=told.append)
+    assert told == []

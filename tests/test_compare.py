@@ -71,6 +71,28 @@ def test_errors_are_those_of_the_definition(source, capture, tmp_path):
     assert found["rows"] == 2 * 60
 
 
+def test_rows_that_are_not_finite_are_left_out_and_counted(source, capture, tmp_path):
+    _, tensors = capture
+    paths = []
+    for value in (float("nan"), 0.0):  # rows of zeros add nothing
+        inputs = tensors["ffn_input"].clone()
+        inputs[1, 7] = value
+        paths.append(tmp_path / f"{value}.safetensors")
+        write_tensors(paths[-1], tensors | {"ffn_input": inputs}, {"layer": "0"})
+    broken = damaged(source, tmp_path / "broken", [1], "w1")
+    found, expected = (
+        compare_encodings(source=source, first=source, second=broken, layer=0, captures=[path])
+        for path in paths
+    )
+    for metric, figures in found["groups"]["gate_up"].items():
+        errors = expected["groups"]["gate_up"][metric]["relative_output_error"]
+        assert figures["relative_output_error"] == pytest.approx(errors, rel=1e-9)
+        assert figures["experts_better"] == [1, 0]
+    assert found["groups"]["down"]["unweighted"]["experts_better"] == [0, 0]
+    assert found["dropped"] == {"gate_up": 3, "down": 3}
+    assert expected["dropped"] == {"gate_up": 0, "down": 0}
+
+
 def test_probe_has_a_control_of_the_same_rows(source, tmp_path):
     probe_grid(source=source, layers=[0], rates=[2], path=tmp_path / "probe.json", threads=2)
     probe = read_json(tmp_path / "probe.json")

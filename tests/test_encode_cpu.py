@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 import hashlib
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numba.core import caching
 from safetensors.numpy import load_file
 from safetensors.torch import load_file as load_torch
 
@@ -109,8 +112,10 @@ def test_integer_costs_are_fine_enough():
 
 @pytest.mark.parametrize("rate", RATES)
 def test_plain_loops_give_the_same_states(rate, monkeypatch):
-    tiles = np.concatenate([TILES[:2], TILES[200:201]])
-    states = tile_encoder(rate)(tiles)
+    # With targets this large many nodes tie at the end of a path.
+    huge = np.random.default_rng(0).normal(0, 1e4, (23, 256)).astype(np.float32)
+    tiles = np.concatenate([TILES[:2], TILES[200:201], huge[[4, 22]]])
+    states, free = tile_encoder(rate)(tiles), tile_encoder(rate)(tiles, ring=False)
 
     class Broken:
         def compile(self, signature):
@@ -122,6 +127,20 @@ def test_plain_loops_give_the_same_states(rate, monkeypatch):
     with pytest.warns(UserWarning, match="no such vectors"):
         encode = tile_encoder(rate)
     assert np.array_equal(encode(tiles), states)
+    assert np.array_equal(encode(tiles, ring=False), free)
+
+
+def test_encoder_works_where_nothing_compiled_can_be_kept(monkeypatch):
+    def refuse(_):
+        raise OSError("read-only file system")
+
+    monkeypatch.setattr(caching._CacheLocator, "ensure_cache_path", refuse)
+    kernels = viterbi._KERNELS | {(8, False): viterbi._kernel(8, False)}
+    tiles = TILES[:1]
+    states = tile_encoder(8)(tiles)
+    monkeypatch.setattr(viterbi, "_KERNELS", kernels)
+    monkeypatch.setattr(viterbi, "kernel", viterbi.kernel.__wrapped__)
+    assert np.array_equal(tile_encoder(8)(tiles), states)
 
 
 ARM = """
@@ -206,6 +225,33 @@ def test_tiles_do_not_feel_each_other_or_the_threads():
     encode = tile_encoder(3, threads=2)
     for _ in range(2):  # the buffers carry nothing over
         assert np.array_equal(encode(tiles), states)
+
+
+def test_work_that_outlasts_an_interruption_keeps_its_buffers(monkeypatch):
+    compiled = viterbi.kernel(8)
+    calls, held, given = itertools.count(), [], []
+    running, end = threading.Event(), threading.Event()
+
+    def encode(*arguments):
+        if next(calls) >= 2:
+            given.append(arguments[-1])
+            compiled.encode(*arguments)
+        elif len(arguments[0]) == 2:  # the second thread's share of six tiles
+            held.append(arguments[-1])
+            running.set()
+            end.wait(30)
+        else:
+            running.wait(30)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(viterbi, "kernel", lambda _: viterbi.Kernel(encode, False))
+    encoder = tile_encoder(8, threads=2)
+    with pytest.raises(KeyboardInterrupt):
+        encoder(TILES[:6])
+    encoder(TILES[:6])
+    end.set()
+    assert given
+    assert not any(np.shares_memory(held[0], rows) for rows in given)
 
 
 def test_unknown_rates_are_refused():

@@ -6,8 +6,10 @@ our own CPU code, so a wrong sign, record or order shows in the decoded weights.
 itself gives is compared on a GPU by benchmarks/check_cuda.py.
 """
 
+import sys
 import time
 from dataclasses import replace
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -190,6 +192,15 @@ def test_a_failing_group_ends_the_encoding(stand_in, monkeypatch):
         encode([work(expert) for expert in range(6)])
 
 
+def test_what_is_being_encoded_when_the_next_cannot_be_made_ready_is_not_lost(stand_in):
+    works = [work(expert) for expert in range(5)]
+    works[4].weights["w1"][3, 4] = float("inf")
+    found = []
+    with pytest.raises(QuantizeError, match="experts.4.w1"):
+        found.extend(one.stem for one, _ in encode_exllamav3.encode_many(works, Options(), 16))
+    assert found == [one.stem for one in works[:3]]
+
+
 def test_works_are_grouped_by_rate_and_matrices(stand_in):
     works = [
         one
@@ -231,6 +242,16 @@ def test_a_matrix_of_zeros_is_stored_exactly(stand_in):
     assert found["w3"].fallback is None and found["w1"].proxy_error < 0.1
 
 
+def test_input_channels_of_zeros_are_stored_exactly(stand_in):
+    own = work(0)
+    for weight in own.weights.values():
+        weight *= 0.01
+        weight[3:9] = 0
+    for matrix in encode([own])[own.stem, RATE].values():
+        assert bool((matrix.tensors["suh"][3:9] == 0).all()) and matrix.notes == ()
+        assert matrix.relative_frobenius < 0.4
+
+
 def test_weights_that_cannot_be_stored_are_refused(stand_in):
     own = work(0)
     own.weights["w1"][3, 4] = float("inf")
@@ -266,6 +287,21 @@ def test_choice_of_the_encoder(monkeypatch):
     assert choose_backend("auto", Options(), 16, 1).encoder == "cpu"
     with pytest.raises(QuantizeError, match="package is missing"):
         choose_backend("exllamav3", Options(), 16, 1)
+
+
+def test_an_extension_that_fails_without_a_word(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(encode_exllamav3, "package_version", lambda: "1.6.5")
+    monkeypatch.setitem(sys.modules, "exllamav3", SilentlyBroken("exllamav3"))
+    with pytest.raises(QuantizeError, match="cannot be loaded"):
+        encode_exllamav3.load()
+
+
+class SilentlyBroken(ModuleType):
+    @property
+    def __path__(self):
+        raise RuntimeError
 
 
 def test_keys_name_package_and_device(monkeypatch):

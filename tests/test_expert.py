@@ -18,6 +18,7 @@ from trellisbank.quantize.expert import (
     quantize_matrix,
     random_signs,
 )
+from trellisbank.quantize.ldlq import regularize
 from trellisbank.quantize.matrix_file import decode_file, encode_file
 
 DATA = Path(__file__).parent / "data"
@@ -217,7 +218,8 @@ def test_without_a_usable_hessian(hessian, count, reason, measured):
     assert all(bool(t.isfinite().all()) for t in found.tensors.values())
     assert found.relative_frobenius < 0.16
     if measured is not None:
-        assert (found.proxy_error is not None) == measured
+        measures = found.proxy_error, found.output_error_energy, found.output_energy
+        assert [measure is not None for measure in measures] == [measured] * 3
     assert same(found, without_hessian())
 
 
@@ -249,8 +251,17 @@ def test_scales_that_leave_fp16():
     h = x.T @ x
     with pytest.raises(QuantizeError, match="fp16"):
         quantize_matrix(weight * 1e7, h, len(x), 2, "m")
+    for beyond in (1e20, 1e38):  # the squares leave fp32 too
+        with pytest.raises(QuantizeError, match=r"fp16\n(.*\n)?.*tensor: layers.0.w1"):
+            quantize_matrix(weight * beyond, h, len(x), 2, "layers.0.w1")
     found = quantize_matrix(weight * 1e-8, h, len(x), 2, "m")
-    assert "underflow" in found.notes[0]
+    assert found.notes == ("128 input scales underflow fp16",)
+    found = quantize_matrix(weight * 1e-25, h, len(x), 2, "m")
+    assert found.notes == ("128 output scales underflow fp16",)
+    weight[:, [3, 7]] *= 1e-9
+    weight[:, 5] = 0
+    found = quantize_matrix(weight, h, len(x), 2, "m")
+    assert found.notes == ("2 output scales underflow fp16",)
 
 
 @pytest.mark.parametrize(
@@ -353,6 +364,7 @@ def test_huge_hessian_gives_no_figure_rather_than_nan():
         ({"W": torch.ones(128, 128, dtype=torch.float64)}, "W is not a matrix"),
         ({"W": torch.ones(128, 128), "count": torch.tensor([1, 2])}, "rows is no number"),
         ({"W": torch.ones(128, 128), "count": torch.tensor(float("nan"))}, "rows is no number"),
+        ({"W": torch.ones(128, 128), "count": torch.tensor(float("inf"))}, "rows is no number"),
         ({"W": torch.ones(128, 128), "H": torch.ones(64, 64)}, "H does not fit"),
         ({"W": torch.ones(128, 128), "H": torch.ones(128, 128).tril()}, "not symmetric"),
     ],
@@ -363,3 +375,43 @@ def test_files_that_are_refused(tmp_path, tensors, message):
         encode_file(tmp_path / "in.safetensors", tmp_path / "out.safetensors", 3)
     assert {"file", "tensor", "expected", "found", "fix"} <= raised.value.fields.keys()
     assert not (tmp_path / "out.safetensors").exists()
+
+
+def test_large_hessians_never_raise():
+    """The refit's sums leave fp32: scales stay what they were, and are not taken for too large."""
+    weight, x = small()
+    for size in (1e34, 1e35):
+        found = quantize_matrix(weight * 100, x.T @ x * size, len(x), 2, "large")
+        assert all(bool(tensor.isfinite().all()) for tensor in found.tensors.values())
+        assert found.relative_frobenius < 0.5
+
+
+@pytest.mark.parametrize("side", [0, 1])
+def test_offset_of_the_scales_never_cancels_one(side):
+    """A channel of about 1e-10, next to nothing, must not be blown up and swamp its neighbours."""
+    weight, _ = small(12)
+    signs = torch.ones(128), -torch.ones(128)
+    spared = quantize_matrix(weight, None, 0, 3, "m", signs=signs).relative_frobenius
+    channel = weight.select(side, 9)
+    channel *= 1e-10
+    for _ in range(3):  # to the size at which the offset takes the scale to 0
+        _, su, sv = regularize(weight, *signs, True)
+        channel *= 1e-10 / (1e-10 - (su, sv)[side][9])
+    found = quantize_matrix(weight, None, 0, 3, "m", signs=signs)
+    assert found.relative_frobenius == pytest.approx(spared, rel=0.1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-3])
+def test_input_channels_of_zeros_are_stored_exactly(size):
+    """Whatever the size of the others: they would drown in the noise of a channel scaled by 0.1."""
+    weight, x = small(13)
+    weight *= size
+    usual = [quantize_matrix(weight, h, len(x), 3, "m") for h in (x.T @ x, None)]
+    weight[20:52] = 0
+    for h, expected in zip((x.T @ x, None), usual, strict=True):
+        found = quantize_matrix(weight, h, len(x), 3, "m")
+        assert not decoded(found.tensors)[20:52].any()
+        assert found.relative_frobenius < 1.05 * expected.relative_frobenius
+        assert found.notes == ()
+        if h is not None:
+            assert found.proxy_error < 1.15 * expected.proxy_error

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -27,6 +28,9 @@ from trellisbank.safetensors_io import map_tensor, read_header, tensor_bytes
 Pathlike = str | os.PathLike[str]
 Weighting = Literal["none", "route"]
 Progress = Callable[[str], None]
+
+WAITING = 16
+"""Encoded works that may wait to be written: a group of the CUDA encoder comes all at once."""
 
 
 @dataclass(frozen=True)
@@ -211,15 +215,16 @@ def encode_block(
         with ThreadPoolExecutor(1) as writer:
             # Ahead of the first write, which waits for it.
             check = writer.submit(_check_captures, captures, receipt["captures"])
-            writes: list[Future[None]] = []
-            for work, encoded in encoder.encode(works()):
+            writes: deque[Future[None]] = deque()
+            for done, (work, encoded) in enumerate(encoder.encode(works()), start=hits + 1):
                 assert isinstance(work, Missing)
                 writes.append(writer.submit(_put, check, store, work, encoded))
-                if check.done():
-                    check.result()
+                # What fails is known before the next expert, what waits holds weights and Hessians.
+                while writes and (writes[0].done() or len(writes) > WAITING):
+                    writes.popleft().result()
                 progress(
-                    f"layer {layer}: expert {work.entry['expert']}, {hits + len(writes)} of "
-                    f"{len(wanted)} ({hits} hits)"
+                    f"layer {layer}: expert {work.entry['expert']}, {done} of {len(wanted)} "
+                    f"({hits} hits)"
                 )
             for write in writes:
                 write.result()
@@ -262,6 +267,13 @@ def _matrix_hash(hessian: Hessian) -> str:
 
 
 def _check_captures(paths: Sequence[Pathlike], hashes: Sequence[str]) -> None:
+    if len(paths) != len(hashes):
+        raise QuantizeError(
+            "The captures are not those that the Hessians were described from.",
+            expected=f"{len(hashes)} files",
+            found=len(paths),
+            fix="run the hessians rule of this layer again",
+        )
     for path, expected in zip(paths, hashes, strict=True):
         found = blake3_file(path)
         if found != expected:

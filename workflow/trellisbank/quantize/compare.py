@@ -50,15 +50,19 @@ def compare_encodings(
 
     Returns:
         For each group and metric: relative output error `sqrt(sum |X E|^2 / sum |X W|^2)` over all
-        experts for both releases, and in how many experts each has the smaller error.
+        experts for both releases, and in how many experts each has the smaller error. `dropped`
+        counts the routed rows that a group left out because a value was not finite.
     """
     opened = [open_checkpoint(path) for path in (source, first, second)]
     cfg = model_config(opened[0].config)
     mapped = map_captures(captures, layer)
     totals = {(group, metric): [0.0, 0.0, 0.0] for group in GROUPS for metric in METRICS}
     wins = {place: [0, 0] for place in totals}
+    dropped = dict.fromkeys(GROUPS, 0)
     for expert in range(cfg.n_routed_experts):
-        energies = _expert_energies(opened, cfg.swiglu_limit, layer, expert, mapped)
+        energies, lost = _expert_energies(opened, cfg.swiglu_limit, layer, expert, mapped)
+        for group in GROUPS:
+            dropped[group] += lost[group]
         for place, measured in energies.items():
             totals[place] = [a + b for a, b in zip(totals[place], measured, strict=True)]
             if measured[1] != measured[2]:
@@ -67,6 +71,7 @@ def compare_encodings(
     return {
         "layer": layer,
         "rows": sum(inputs.flatten(0, -2).shape[0] for inputs, _, _ in mapped),
+        "dropped": dropped,
         "groups": {
             group: {
                 metric: {
@@ -93,14 +98,18 @@ def _expert_energies(
     layer: int,
     expert: int,
     captures: Sequence[tuple[Tensor, Tensor, Tensor]],
-) -> dict[tuple[str, str], list[float]]:
-    """`|X W|^2` and `|X E|^2` of both encodings by group and metric; fp64 sums of fp32 products."""
+) -> tuple[dict[tuple[str, str], list[float]], dict[str, int]]:
+    """`|X W|^2` and `|X E|^2` of both encodings by group and metric; fp64 sums of fp32 products.
+
+    Rows with a value that is not finite are left out, as from Hessians, and counted by group.
+    """
     weights = {
         matrix: [c.weight(expert_stem(layer, expert, matrix)) for c in checkpoints]
         for matrices in GROUPS.values()
         for matrix in matrices
     }
     energies = {(group, metric): [0.0, 0.0, 0.0] for group in GROUPS for metric in METRICS}
+    dropped = dict.fromkeys(GROUPS, 0)
     for inputs, chosen, routing in captures:
         mine = chosen.flatten(0, -2) == expert
         tokens = mine.any(dim=1).nonzero().squeeze(1)
@@ -109,14 +118,19 @@ def _expert_energies(
             inputs.flatten(0, -2)[tokens].split(CHUNK), route.split(CHUNK), strict=True
         ):
             hidden = expert_hidden(part, weights["w1"][0], weights["w3"][0], limit)
-            for group, x in (("gate_up", part), ("down", hidden.to(torch.bfloat16))):
+            for group, rows in (("gate_up", part), ("down", hidden.to(torch.bfloat16))):
+                finite = rows.isfinite().all(dim=1) & squares.isfinite()
+                dropped[group] += len(rows) - int(finite.sum())
+                x = rows[finite].float()
                 for matrix in GROUPS[group]:
                     true, *coded = (w.float() for w in weights[matrix])
                     for place, error in enumerate([true, *(true - w for w in coded)]):
-                        row = (x.float() @ error.T).double().square().sum(dim=1)
+                        row = (x @ error.T).double().square().sum(dim=1)
                         energies[group, "unweighted"][place] += float(row.sum())
-                        energies[group, "route_weighted"][place] += float((row * squares).sum())
-    return energies
+                        energies[group, "route_weighted"][place] += float(
+                            (row * squares[finite]).sum()
+                        )
+    return energies, dropped
 
 
 def probe_grid(

@@ -93,8 +93,13 @@ def tile_encoder(rate: int, codebook: str = "mul1", threads: int = 1) -> Encoder
                 pool.submit(work, i, i + share, rows)
                 for i, rows in zip(starts, buffers, strict=False)
             ]
-            for job in jobs:
-                job.result()
+            try:
+                for job in jobs:
+                    job.result()
+            except BaseException:
+                # Other jobs may go on for a while, in buffers that are theirs from now on.
+                buffers[:] = [viterbi.scratch(rate) for _ in buffers]
+                raise
         return states, good
 
     def encode(tiles: npt.NDArray[np.float32], ring: bool = True) -> npt.NDArray[np.uint16]:

@@ -35,6 +35,7 @@ from trellisbank.quantize.expert import (
     check_weight,
     measure,
     random_signs,
+    silence,
 )
 from trellisbank.quantize.hessian import BLOCK, RETRIES, outcome, unusable
 from trellisbank.quantize.ldlq import regularize
@@ -97,10 +98,11 @@ def load() -> tuple[Callable[..., Any], Callable[..., Any]]:
     try:
         from exllamav3.modules.quant.exl3_lib.quantize import quantize_exl3, quantize_exl3_batch
     except (ImportError, OSError, RuntimeError) as trouble:
+        summary, _, _ = str(trouble).partition("\n")
         raise QuantizeError(
             "The exllamav3 extension cannot be loaded.",
             expected="an extension that compiles with nvcc and loads",
-            found=f"{type(trouble).__name__}: {str(trouble).splitlines()[0]}",
+            found=f"{type(trouble).__name__}: {summary}",
             fix="install a CUDA toolkit of torch's major version, or set encode.backend to cpu",
         ) from trouble
     return quantize_exl3, quantize_exl3_batch
@@ -140,7 +142,8 @@ def encode_many(works: Iterable[Work], options: Options, min_tokens: int) -> Ite
         min_tokens: with fewer rows a Hessian serves for measuring only.
 
     Yields:
-        Each work with its matrices, tensors in CPU memory, once its group is complete.
+        Each work with its matrices, tensors in CPU memory, once its group is complete. When works
+        cannot be had or made ready, the group that is being encoded comes before the error.
 
     Raises:
         QuantizeError: as `expert.encode_group`, and as `load`.
@@ -148,13 +151,20 @@ def encode_many(works: Iterable[Work], options: Options, min_tokens: int) -> Ite
     quantizers = load()
     running: tuple[list[list[Ready]], Future[list[Found]]] | None = None
     with ThreadPoolExecutor(1) as thread:
-        for group in _groups(works, options, min_tokens):
-            future = thread.submit(_quantize, group, options, *quantizers)
+        groups = _groups(works, options, min_tokens)
+        while True:
+            try:
+                group = next(groups, None)
+            except Exception:
+                if running:
+                    yield from _finished(*running)
+                raise
+            following = group and (group, thread.submit(_quantize, group, options, *quantizers))
             if running:
                 yield from _finished(*running)
-            running = group, future
-        if running:
-            yield from _finished(*running)
+            if not following:
+                return
+            running = following
 
 
 def _groups(
@@ -271,7 +281,10 @@ def _arguments(work: Work, options: Options) -> dict[str, Any]:
 
 def _finish(ready: Ready, tensors: dict[str, Tensor], g_scale: float) -> EncodedMatrix:
     work, name = ready.work, ready.name
-    tensors = tensors | {"svh": tensors["svh"] * ready.flips.half()}
+    tensors = tensors | {
+        "suh": silence(tensors["suh"], work.weights[name]),
+        "svh": tensors["svh"] * ready.flips.half(),
+    }
     check_scales(tensors, f"{work.stem}.{name}")
     stored = decode(tensors, CODEBOOK)
     return measure(

@@ -62,7 +62,8 @@ class EncodedMatrix:
             ``[n]``, ``mul1`` int32 scalar.
         proxy_error: ``|X E|^2 / |X W|^2`` over the calibration rows (undamped Hessian). None
             without a usable Hessian, or when the rows give no output: never 0 for want of evidence.
-        output_error_energy: ``|X E|^2``, summed over rows, not normalised; None likewise.
+        output_error_energy: ``|X E|^2``, summed over rows, not normalised; None without a usable
+            Hessian.
         output_energy: ``|X W|^2``; None likewise.
         relative_frobenius: ``|E| / |W|``; 0 for a zero matrix, which is stored exactly.
         g_scale: global scale of the tiles.
@@ -286,6 +287,7 @@ def _encode(
     encode = tile_encoder(rate, CODEBOOK, threads)
     values = trellis.codebook(CODEBOOK).astype(np.float32)
     regular, su, sv = regularize(weight, signs, out_signs, options.out_scales)
+    check_scales({"suh": su, "svh": sv}, name)  # squares of the weights may have left fp32
     g = search_scale(regular.numpy(), rate, encode, values)
     factor, fallback = None, ready.fallback
     notes: tuple[str, ...] = ()
@@ -294,7 +296,7 @@ def _encode(
         factor, retries = block_ldl(rotate(ready.damped, scales), options.sigma_reg)
         fallback, notes = outcome(factor, retries)
     quantized, states = round_with_feedback(regular * g, factor, encode, values)
-    su = su / g
+    su = silence(su / g, weight)
     if options.refit and ready.damped is not None and fallback is None:
         in_place = su[:, None] * transform(quantized) * sv
         su, sv = refit(weight, in_place, ready.damped, su, sv)
@@ -310,8 +312,18 @@ def _encode(
     return measure(weight, torch.from_numpy(stored), tensors, hessian, g, fallback, notes)
 
 
+def silence(su: Tensor, weight: Tensor) -> Tensor:
+    """Input scales ``[k]`` with 0 for input channels of zeros, which are then stored exactly.
+
+    Tiles are never exactly 0, and exllamav3's scale of 0.1 for such channels makes more of that
+    than small weights are. In a matrix of zeros the output scales are 0, which is enough.
+    """
+    zero = ~weight.any(dim=1)
+    return su if bool(zero.all()) else su.masked_fill(zero, 0.0)
+
+
 def check_scales(tensors: Mapping[str, Tensor], name: str) -> None:
-    """Refuse scales that left fp16.
+    """Refuse scales that left fp16, or fp32 before they were rounded.
 
     Raises:
         QuantizeError: an entry of ``suh`` or ``svh`` is not finite.
@@ -341,19 +353,26 @@ def measure(
     Args:
         weight: fp32 ``[k, n]``.
         stored: fp32 ``[k, n]``, the decoded tensors.
-        tensors: the tensors.
-        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none.
+        tensors: the tensors, in CPU memory.
+        hessian: fp32 ``[k, k]``, ``X^T X``, not normalised; None for none. All zeros measure
+            nothing.
         g_scale: global scale of the tiles.
         fallback: why there was no error feedback, or None.
         notes: odd things that happened.
     """
     if bool((weight == 0).all()):
         notes = (*notes, "all weights are zero")
-    elif lost := int((tensors["suh"] == 0).sum()):
-        notes = (*notes, f"{lost} input scales underflow fp16")
+    else:
+        lost = {  # where 0 is not what is meant
+            "input": (tensors["suh"] == 0) & weight.any(dim=1).cpu(),
+            "output": (tensors["svh"] == 0) & weight.any(dim=0).cpu(),
+        }
+        for side, places in lost.items():
+            if count := int(places.sum()):
+                notes = (*notes, f"{count} {side} scales underflow fp16")
     error = weight - stored
     energies: tuple[float, float] | tuple[None, None] = (None, None)
-    if hessian is not None and bool(hessian.isfinite().all()):
+    if hessian is not None and bool(hessian.isfinite().all()) and bool(hessian.any()):
         found = (_energy(hessian, error), _energy(hessian, weight))
         if all(map(math.isfinite, found)):
             energies = found

@@ -30,6 +30,12 @@ def transform(matrix: Tensor) -> Tensor:
     return turn(turn(matrix, 0), 1)
 
 
+def _off_zero(scales: Tensor) -> Tensor:
+    """Add 1e-10, as exllamav3 does, except to scales that this would bring nearer to 0 by half."""
+    moved = scales + 1e-10
+    return torch.where(moved.abs() < scales.abs() / 2, scales, moved)
+
+
 def regularize(
     weight: Tensor, su: Tensor, sv: Tensor, out_scales: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -43,20 +49,22 @@ def regularize(
 
     Returns:
         ``W_reg`` with root mean square `RMS`, and the scales ``su``, ``sv`` with their signs;
-        ``sv`` is 0 for columns that are zero throughout. Adding 1e-10 keeps scales away from 0.
+        ``sv`` is 0 for columns that are zero throughout; rows of zeros have the mean scale of all,
+        so that a factor made with it neither favours nor forgets them (exllamav3: 0.1, at any size
+        of the others).
     """
     columns = weight.square().mean(dim=0).sqrt()
     if columns.mean() > 1e-30:
         columns = columns / columns.mean()
     zero = columns < 1e-30
     if out_scales:
-        sv = sv * columns.masked_fill(zero, 0.1) + 1e-10
+        sv = _off_zero(sv * columns.masked_fill(zero, 0.1))
     scaled = weight / sv
     sv = sv.masked_fill(zero, 0.0)
     scaled = turn(scaled, 1)
     rows = scaled.square().mean(dim=1).sqrt()
-    rows = rows.masked_fill(rows < 1e-30, 0.1)
-    su = su * rows / -RMS + 1e-10
+    rows = rows.masked_fill(rows < 1e-30, float(rows.mean()) or 0.1)
+    su = _off_zero(su * rows / -RMS)
     scaled = scaled / su[:, None]
     return turn(scaled, 0), su, sv
 
@@ -116,13 +124,15 @@ def refit(
         sv: fp32 ``[n]``.
 
     Returns:
-        The new ``su`` and ``sv``. Lowers the output error by 2 to 7 percent (measured).
+        The new ``su`` and ``sv``. Lowers the output error by 2 to 7 percent (measured). Channels
+        whose sums leave fp32 keep their scales.
     """
     wanted = damped @ weight
     for _ in range(2):
         projected = (quantized * wanted).sum(dim=0)
         energy = (quantized * (damped @ quantized)).sum(dim=0)
-        c = torch.where(energy > 1e-30, projected / energy, 1.0)
+        c = projected / energy
+        c = torch.where(c.isfinite() & (energy > 1e-30), c, 1.0)
         quantized, sv = quantized * c, sv * c
         normal = (quantized @ quantized.T) * damped
         normal.diagonal().add_(1e-6 * normal.diagonal().mean())

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Mapping
@@ -53,7 +54,7 @@ def _inputs(path: Path, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor |
             f"{weight.dtype} {list(weight.shape)}",
             "dequantize the matrix first",
         )
-    if count is not None and (count.numel() != 1 or not float(count) >= 0):
+    if count is not None and (count.numel() != 1 or not 0 <= float(count) < math.inf):
         raise refuse(
             "count",
             "The number of calibration rows is no number.",

@@ -221,14 +221,14 @@ def scratch(rate: int) -> npt.NDArray[np.uint16]:
 def _kernel(rate: int, plain: bool) -> Any:
     """Encoder of one rate, compiled at its first call."""
     _, slots, copies = layout(rate, plain)
-    node_at = np.argsort(slots)
+    # Plain loops prefer, of nodes with equal costs, the one that the vector code meets first.
+    node_at = np.argsort(layout(rate).slots)
     width = (STATES >> rate) * copies
     stride = STRIDE.get(rate, 1)
     source = SOURCE
 
     # The cells of this closure are constants to the compiler; all else is at module level, as its
     # cache on disk needs.
-    @njit(cache=True, nogil=True, error_model="numpy")
     def encode(
         tiles: Any,
         windows: Any,
@@ -276,8 +276,12 @@ def _kernel(rate: int, plain: bool) -> Any:
                     one = pair[t]
                     last = rows[t, end // stride]
                     if not closing:
-                        at = np.argmin(last[:width]) // copies
-                        node[t] = (at & ~(LANES - 1)) | node_at[at & (LANES - 1)]
+                        first_least = np.argmin(last[:width])
+                        group = (first_least // copies) & ~(LANES - 1)
+                        for lane in range(LANES - 1, -1, -1):
+                            candidate = group | node_at[lane]
+                            if last[_place(candidate, slots, copies)] == last[first_least]:
+                                node[t] = candidate
                     z = node[t]
                     good[one] &= last[_place(z, slots, copies)] < WORST
                     node[t], seen = _trace(
@@ -299,7 +303,10 @@ def _kernel(rate: int, plain: bool) -> Any:
                     if closing or not ring:
                         good[one] &= seen and (node[t] == z or not ring)
 
-    return encode
+    try:
+        return njit(cache=True, nogil=True, error_model="numpy")(encode)
+    except RuntimeError:  # Neither this folder nor the user's can be written to.
+        return njit(nogil=True, error_model="numpy")(encode)
 
 
 _KERNELS = {(rate, plain): _kernel(rate, plain) for rate in RATES for plain in (False, True)}
