@@ -20,8 +20,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from unittest import mock
 
@@ -90,7 +92,7 @@ def _operations(_context, count, target, memory):
     return types.void(count, target, memory), code
 
 
-@njit(nogil=True)
+@njit
 def _run_operations(count, target, memory):
     _operations(count, target, memory)
 
@@ -215,41 +217,46 @@ def compile_seconds(rate):
     return {"first": round(first, 2), "cached": round(cached, 3)}
 
 
-def thread_figures(rates, count, rounds=7):
-    """Wall time of one thread over that of two, and the same for arithmetic that shares nothing.
+_encoder = cache(tile_encoder)
 
-    The control tells what two threads can gain on this machine at that time: its pairs of runs
-    stand between those of the encoder.
+
+def _encode_some(rate, count):
+    """Encode tiles in another process."""
+    _encoder(rate)(gaussian_tiles(count))
+
+
+def thread_figures(rates, count, rounds=7):
+    """Wall time of one thread over that of two, and over that of two processes.
+
+    Processes share nothing: what two of them gain is what this machine has to give. The three stand
+    beside one another in each round.
     """
     tiles = gaussian_tiles(count)
-    memories = [np.ones(32 * 2 * INDEPENDENT, dtype=np.int16) for _ in range(2)]
-    encoders = {rate: [tile_encoder(rate, threads=n) for n in (1, 2)] for rate in rates}
-    for encode in (e for pair in encoders.values() for e in pair):
-        encode(tiles[:4])
+    figures = {}
+    with ExitStack() as stack:
+        workers = [
+            stack.enter_context(ProcessPoolExecutor(1, mp_context=get_context("spawn")))
+            for _ in range(2)
+        ]
 
-    def operate(memory):
-        _run_operations(3_000_000, np.int16(3), memory)
+        def processes(rate, each):
+            jobs = [worker.submit(_encode_some, rate, each) for worker in workers]
+            return [job.result() for job in jobs]
 
-    def wall(function):
-        start = time.perf_counter()
-        function()
-        return time.perf_counter() - start
+        def wall(function, *arguments):
+            start = time.perf_counter()
+            function(*arguments)
+            return time.perf_counter() - start
 
-    ratios = {name: [] for name in (*map(str, rates), "control")}
-    with ThreadPoolExecutor(2) as pool:
-        for _ in range(rounds):
-            for rate, (one, two) in encoders.items():
-                pair = wall(lambda one=one: one(tiles)), wall(lambda two=two: two(tiles))
-                ratios[str(rate)].append(pair[0] / pair[1])
-                pair = (
-                    wall(lambda: list(map(operate, memories))),
-                    wall(lambda: list(pool.map(operate, memories))),
-                )
-                ratios["control"].append(pair[0] / pair[1])
-    figures = {
-        name: {"median": round(float(np.median(r)), 2), "largest": round(max(r), 2)}
-        for name, r in ratios.items()
-    }
+        for rate in rates:
+            one, two = (tile_encoder(rate, threads=n) for n in (1, 2))
+            one(tiles[:4]), two(tiles[:4]), processes(rate, 4)
+            ratios = {"threads": [], "processes": []}
+            for _ in range(rounds):
+                alone = wall(one, tiles)
+                ratios["threads"].append(alone / wall(two, tiles))
+                ratios["processes"].append(alone / wall(processes, rate, count // 2))
+            figures[str(rate)] = {name: round(float(np.median(r)), 2) for name, r in ratios.items()}
     return figures | {"load": round(os.getloadavg()[0], 1)}
 
 
