@@ -8,7 +8,7 @@ from snakemake.exceptions import WorkflowError
 from trellisbank.checkpoint import check_shards, open_checkpoint
 from trellisbank.errors import TrellisbankError
 from trellisbank.model.config import model_config
-from trellisbank.plan.recipe import MEASURED, base_name, base_slice, needs_statistics
+from trellisbank.plan.recipe import MEASURED, base_name, base_slice, baselines, needs_statistics
 from trellisbank.provenance.digest import code_digest
 from trellisbank.rows import find_texts, start_token
 from trellisbank.settings import check_windows, load_settings
@@ -48,6 +48,8 @@ WANTED = {
     name: [base_name(recipe), f"{name}.draft"] if recipe["method"] in MEASURED else [name]
     for name, recipe in RECIPES.items()
 }
+# Recipes that compete with one another: each with the `exact` one of its layout and budget.
+BASELINES = baselines(RECIPES)
 
 
 pathvars:
@@ -62,6 +64,7 @@ wildcard_constraints:
     panel="|".join(map(re.escape, PANELS)),
     rows="|".join(map(re.escape, [*SPLITS, *PANELS])),
     recipe="|".join(map(re.escape, RECIPES)),
+    baseline="|".join(map(re.escape, RECIPES)),
     base="|".join(map(re.escape, BASES)),
     wanted="|".join(re.escape(name) for names in WANTED.values() for name in names),
     checkpoint="|".join(map(re.escape, ["source", *RECIPES])),

@@ -13,6 +13,7 @@ from trellisbank.plan.freeze import load_plan
 from trellisbank.plan.recipe import (
     base_name,
     base_slice,
+    baselines,
     freeze_recipe,
     write_base,
     write_draft,
@@ -115,6 +116,17 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     return Run(tmp_path)
+
+
+def test_recipes_compete_with_the_exact_one_of_their_layout_and_budget():
+    recipes = {
+        "arm": RECIPE | {"method": "uniform"},
+        "best": RECIPE,
+        "again": RECIPE | {"margin": 2},
+        "other": RECIPE | {"method": "random", "average_rate": 3.5},
+        "experts": RECIPE | {"method": "gain", "layout": "bank-plan"},
+    }
+    assert baselines(recipes) == {"arm": "best", "again": "best"}
 
 
 def test_budgets_after_one_another_encode_what_is_missing_and_then_nothing(run):

@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trellisbank.files import read_json, write_json
+from trellisbank.files import canonical_json, read_json, write_json
 from trellisbank.plan.cost import Table, blank_table, frequency_table, ledger_table
 from trellisbank.plan.freeze import freeze
 from trellisbank.plan.layouts import (
@@ -45,6 +45,23 @@ def base_name(recipe: Mapping[str, Any]) -> str:
 def base_slice(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Return what a measured recipe's base depends on; recipes that agree on it share the base."""
     return {"base_rate": recipe["base_rate"], "rates": sorted(encoded_rates(recipe))}
+
+
+def baselines(recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return what each recipe is compared with beside the source, where there is such a thing.
+
+    That is the first `exact` recipe of the same layout and budget; it has no baseline itself.
+    """
+    first: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        if recipe["method"] == "exact":
+            first.setdefault(_contest(recipe), name)
+    found = {name: first.get(_contest(recipe)) for name, recipe in recipes.items()}
+    return {name: other for name, other in found.items() if other is not None and other != name}
+
+
+def _contest(recipe: Mapping[str, Any]) -> str:
+    return canonical_json([recipe["layout"], budget_of(recipe)])
 
 
 def needs_statistics(recipe: Mapping[str, Any]) -> bool:

@@ -9,6 +9,7 @@ stays apart for colour-blind eyes, with a blue light enough for a dark page).
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +32,8 @@ REFERENCE = "#8a8a8a"
 # Inches; a figure fits a phone's width without being scaled down.
 SIZE = (4.9, 3.1)
 POSITION_BUCKETS = 16
+# Releases that figures of single releases show: more lines could not be told apart.
+MOST_RELEASES = len(COLOURS)
 HISTOGRAM_EDGES = np.arange(-8.0, 2.25, 0.25)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -331,6 +334,38 @@ def kl_by_bits(
     )
 
 
+def kl_by_method(points: Sequence[Mapping[str, Any]], panel: str, layout: str) -> Figure:
+    """Mean KL of the releases of one layout against their stored bits, one line a method.
+
+    Args:
+        points: `method`, `bits`, `mean`, `low`, `high` (the interval may be None).
+        panel: Name of the panel.
+        layout: The layout.
+    """
+
+    def paint(axes: Axes) -> None:
+        methods = sorted({point["method"] for point in points})
+        # Equal sizes would put the intervals on top of one another.
+        apart = 0.015 * max(1.0, np.ptp([point["bits"] for point in points]))
+        for index, method in enumerate(methods):
+            mine = sorted((p for p in points if p["method"] == method), key=lambda p: p["bits"])
+            shift = apart * (index - (len(methods) - 1) / 2)
+            mine = [{**point, "bits": point["bits"] + shift} for point in mine]
+            _bars(axes, mine, COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], method)
+        axes.set_xlabel("stored bits a weight of the routed experts")
+        axes.set_ylabel("KL(source || release), nats/token")
+        _plain_log(axes)
+
+    return draw(
+        f"kl-by-method-{_anchor(layout)}-{_anchor(panel)}",
+        f"Mean KL over the full vocabulary on panel {panel} against stored bits a weight, layout "
+        f"{layout}, one line a method, with the interval of the table. Methods of one size stand "
+        "side by side. Whether two differ is said by their paired difference in the table "
+        "of releases against each other, whose interval is narrower than these.",
+        paint,
+    )
+
+
 def _bars(
     axes: Axes,
     points: Sequence[Mapping[str, Any]],
@@ -360,7 +395,7 @@ def kl_histogram(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """Distribution of the tokens' KL, one step line a release."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             kl = table["kl"].to_numpy()
             kl = kl[np.isfinite(kl)]
             # What lies below the axis, exact zeros with it, is drawn in the first bin.
@@ -391,7 +426,7 @@ def kl_by_position(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """Mean KL by position in the window."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             position = table["position"].to_numpy()
             width = -(-int(position.max()) // POSITION_BUCKETS)
             mean = table.groupby((position - 1) // width)["kl"].mean()
@@ -418,7 +453,7 @@ def window_difference(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """NLL difference of each window against the source's NLL of that window."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             means = table.groupby("row")[["nll_source", "nll_release"]].mean()
             axes.plot(
                 means["nll_source"],
@@ -441,9 +476,14 @@ def window_difference(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     )
 
 
+def _shown(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return dict(itertools.islice(tables.items(), MOST_RELEASES))
+
+
 def _scored(tables: Mapping[str, pd.DataFrame]) -> str:
     table = next(iter(tables.values()))
-    return f"n = {table['row'].nunique():,} windows, {len(table):,} tokens a release."
+    first = f" The first {MOST_RELEASES} releases." if len(tables) > MOST_RELEASES else ""
+    return f"n = {table['row'].nunique():,} windows, {len(table):,} tokens a release.{first}"
 
 
 def _anchor(name: str) -> str:
