@@ -16,6 +16,7 @@ from trellisbank.files import canonical_json, read_json, write_json
 from trellisbank.plan.cost import Table, blank_table, frequency_table, ledger_table
 from trellisbank.plan.freeze import freeze
 from trellisbank.plan.layouts import (
+    CUDA_EXL3,
     Rate,
     Slot,
     Wanted,
@@ -25,12 +26,12 @@ from trellisbank.plan.layouts import (
     layout_slots,
     wanted_entries,
 )
-from trellisbank.plan.ledger import Entries, read_layers, read_ledgers
+from trellisbank.plan.ledger import Entries, read_layers, read_ledgers, read_probes
 from trellisbank.plan.solve import Solution, next_best, solve, uniform
 
 Pathlike = str | os.PathLike[str]
 
-MEASURED = ("gain", "exact")
+MEASURED = ("gain", "exact", "measured")
 """Methods that choose by what was measured while encoding."""
 
 BUDGETS = ("average_rate", "stored_bits", "bytes")
@@ -66,7 +67,18 @@ def _contest(recipe: Mapping[str, Any]) -> str:
 
 def needs_statistics(recipe: Mapping[str, Any]) -> bool:
     """Say whether a method reads the statistics of the captures (gains, routed tokens)."""
-    return recipe["method"] in (*MEASURED, "frequency")
+    return recipe["method"] in ("gain", "exact", "frequency")
+
+
+def probed_lists(name: str, recipe: Mapping[str, Any]) -> list[str]:
+    """Return the wanted lists whose whole matrix groups are probed for a recipe, by name.
+
+    `measured` probes its base, for the draft; where a matrix group of a layer is a slot, what the
+    draft names too, for the plan.
+    """
+    if recipe["method"] != "measured":
+        return []
+    return [base_name(recipe)] + [f"{name}.draft"] * (recipe["layout"] == CUDA_EXL3)
 
 
 def encoded_rates(recipe: Mapping[str, Any]) -> list[int]:
@@ -159,6 +171,7 @@ def write_draft(
     ledgers: Sequence[Pathlike],
     statistics: Sequence[Pathlike],
     wanted_paths: Sequence[Pathlike],
+    probes: Sequence[Pathlike] = (),
 ) -> None:
     """Write what a draft of the plan names beyond the base: its rates and the next-best ones.
 
@@ -168,7 +181,7 @@ def write_draft(
         PlanError: The budget cannot be met, or the ledgers do not cover the base.
     """
     entries = read_ledgers(ledgers)
-    table = _table(recipe, entries, statistics, estimate=True)
+    table = _table(recipe, entries, statistics, probes, estimate=True)
     experts = 1 + max(place[1] for place in entries)
     draft = solve(recipe["method"], table, budget_of(recipe))
     beyond = next_best(draft, recipe["margin"])
@@ -190,6 +203,7 @@ def _table(
     recipe: Mapping[str, Any],
     entries: Entries,
     statistics: Sequence[Pathlike],
+    probes: Sequence[Pathlike],
     estimate: bool,
 ) -> Table:
     return ledger_table(
@@ -199,6 +213,7 @@ def _table(
         layers=read_layers(statistics),
         rates=recipe["rates"],
         estimate=estimate,
+        probes=read_probes(probes),
     )
 
 
@@ -211,6 +226,7 @@ def freeze_recipe(
     statistics: Sequence[Pathlike],
     root: Pathlike,
     plan_path: Pathlike,
+    probes: Sequence[Pathlike] = (),
 ) -> None:
     """Freeze the plan of a recipe from its ledgers; see `freeze`.
 
@@ -220,7 +236,7 @@ def freeze_recipe(
     manifest = read_json(manifest_path)
     predicted = None
     if recipe["method"] in MEASURED:
-        table = _table(recipe, read_ledgers(ledgers), statistics, estimate=False)
+        table = _table(recipe, read_ledgers(ledgers), statistics, probes, estimate=False)
         found = solve(recipe["method"], table, budget_of(recipe))
         rates, predicted = found.rates, describe(found)
     else:
@@ -233,7 +249,7 @@ def freeze_recipe(
         rates=rates,
         experts=manifest["routed_experts"],
         ledgers=ledgers,
-        others=statistics,
+        others=[*statistics, *probes],
         root=root,
         predicted=predicted,
     )

@@ -130,7 +130,7 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
 
     Args:
         method: `gain` and `frequency` take the steps that save most cost a bit first; `exact` is
-            optimal; `random` takes steps in an order drawn from `seed`.
+            optimal, and so is `measured`; `random` takes steps in an order drawn from `seed`.
         table: Costs by the method's own measure.
         budget: Exactly one of `average_rate` (payload bits a weight), `stored_bits` (a weight, with
             scales and markers) and `bytes` (stored).
@@ -160,14 +160,14 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
         choice = greedy
         if method == "gain":
             bound = min(knapsack.relaxed(held.cost, size, room)[0], of_greedy)
-    elif method == "exact":
+    elif method in ("exact", "measured"):
         choice, bound = knapsack.exact(held.cost, size, room, greedy)
     elif method == "random":
         choice = _random(held, size, room, seed)
     else:
         raise PlanError(
             "A method is unknown.",
-            expected="gain, exact, random, frequency (or uniform, which needs no costs)",
+            expected="gain, exact, measured, random, frequency (or uniform, which needs no costs)",
             found=method,
             fix="correct the recipe's method in the configuration",
         )
