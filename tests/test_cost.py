@@ -31,6 +31,7 @@ def entry(layer, expert, group, rate, share=None, tokens=None):
         "key": f"{layer}{expert}{group}{rate}",
         "tokens": tokens,
         "fallback": None if tokens else "no tokens",
+        "expert_error_energy": None if measured is None else 200.0 * measured,
         "matrices": {
             matrix: {
                 "proxy_error": measured,
@@ -104,8 +105,10 @@ def test_a_failed_measurement_is_infinite_and_never_zero(bad, method):
     found = entries(2, 3)
     matrix = found[1, 0, "down", 3]["matrices"]["w2"]
     matrix["proxy_error"] = matrix["output_error_energy"] = bad
+    gate_up = found[0, 1, "gate_up", 2]
+    gate_up["expert_error_energy"] = gate_up["matrices"]["w3"]["proxy_error"] = bad
     made = table(found, method)
-    assert made.cost[3, 1] == np.inf and np.isfinite(made.cost).sum() == 7
+    assert made.cost[3, 1] == made.cost[0, 0] == np.inf and np.isfinite(made.cost).sum() == 6
 
 
 def test_a_layer_that_no_token_reached_is_protected():

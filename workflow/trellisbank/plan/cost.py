@@ -131,9 +131,12 @@ def gain_cost(entry: Mapping[str, Any]) -> float:
 
 
 def _sum(entry: Mapping[str, Any], measure: str) -> float:
-    values = [matrix[measure] for matrix in entry["matrices"].values()]
-    good = all(value is not None and math.isfinite(value) and value >= 0 for value in values)
-    return math.fsum(values) if good else math.inf
+    return math.fsum(_known(matrix[measure]) for matrix in entry["matrices"].values())
+
+
+def _known(value: float | None) -> float:
+    """Return a measured energy or share, infinite if the measurement failed."""
+    return value if value is not None and math.isfinite(value) and value >= 0 else math.inf
 
 
 def ledger_table(
@@ -149,10 +152,9 @@ def ledger_table(
     """Return the costs of a layout's slots from what was measured.
 
     `gain` costs gain^2 x tokens x proxy error, summed over experts and matrices. `exact` costs
-    gain^2 x the error energy at the experts' outputs: that of `w2` as measured, that of `w1` and
-    `w3` as their share of error (proxy) times the output energy of `w2`. This takes an error of a
-    hidden activation to pass through SwiGLU and `w2` in proportion, which the energies at `w1` and
-    `w3` themselves, in units of the activation, would not.
+    gain^2 x the error energy at the experts' outputs, as measured there: that of `w2`, and that of
+    `w1` and `w3` through SwiGLU and `w2`. The energies at `w1` and `w3` themselves are in units of
+    the activation and cannot be added to those of `w2`.
 
     `measured` costs what probes lost, in nats a token: a (layer, group) as it was probed, an expert
     its share of the probes of its layer's groups, by the energies of `exact`. Gains play no part.
@@ -238,11 +240,6 @@ def _values(
     """Return cost [layers, groups, experts, rates] before gains, tokens [layers, experts]."""
     value = np.full((len(numbers), len(GROUPS), experts, len(rates)), np.nan)
     tokens = np.zeros((len(numbers), experts), dtype=np.int64)
-    output = {
-        (layer, expert): _sum(entry, "output_energy")
-        for (layer, expert, group, _), entry in entries.items()
-        if group == "down"
-    }
     for (layer, expert, group, rate), entry in entries.items():
         at = numbers.index(layer)
         tokens[at, expert] = entry["tokens"]
@@ -253,8 +250,7 @@ def _values(
         elif group == "down":
             cost = _sum(entry, "output_error_energy")
         else:
-            # Without `w2` of the expert there is no scale; infinite, so that it is protected.
-            cost = _sum(entry, "proxy_error") * output.get((layer, expert), math.inf)
+            cost = _known(entry.get("expert_error_energy"))
         value[at, list(GROUPS).index(group), expert, rates.index(rate)] = (
             cost if math.isfinite(cost) and entry["tokens"] else math.inf
         )
@@ -336,8 +332,7 @@ def _sum_experts(cost: Floats, tokens: npt.NDArray[np.int64]) -> Floats:
     reached = tokens > 0
     if not reached.any():
         return np.where(np.isnan(cost).any(axis=0), np.nan, np.inf)
-    total = cost[reached].sum(axis=0)
-    total = total + np.count_nonzero(~reached) * total / np.count_nonzero(reached)
+    total = cost[reached].sum(axis=0) * (len(reached) / np.count_nonzero(reached))
     return np.where(np.isnan(cost).any(axis=0), np.nan, total)
 
 
