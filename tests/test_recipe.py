@@ -154,6 +154,8 @@ def test_a_plan_takes_measurements_alone(run):
     predicted = plan["predicted"]
     assert predicted["bound"] <= predicted["loss"] <= predicted["greedy_loss"]
     assert predicted["protected"] == []
+    losses = [point["cost"] for point in predicted["curve"]]
+    assert losses == sorted(losses, reverse=True) and losses[-1] <= predicted["loss"] < losses[0]
     read = {item["path"] for item in plan["read"]}
     assert {path.name for path in run.statistics} <= read
     measured = set()

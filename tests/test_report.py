@@ -144,6 +144,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
             "average_rate": float(rate),
             "stored_bits_per_weight": rate + 0.19,
             "stored_bytes": int(layers * experts * 98304 * (rate + 0.19) / 8),
+            "predicted": None,
             "hash": f"{rate:064x}",
         }
         receipt = {
@@ -262,7 +263,23 @@ def compared(arguments, tmp_path_factory):
     """The run with its second release planned otherwise and held against the first."""
     folder = tmp_path_factory.mktemp("compared")
     plans = [json.loads(path.read_text()) for path in arguments["plans"]]
-    plans[1]["method"] = "exact"
+    size = plans[1]["stored_bytes"]
+    plans[1] |= {
+        "method": "exact",
+        "layout": "bank-plan",
+        "slots": [
+            {"layer": layer, "expert": expert, "rate": "native" if layer == expert else 2}
+            for layer in range(6)
+            for expert in range(16)
+        ],
+        "predicted": {
+            "loss": 0.02,
+            "curve": [
+                {"stored_bytes": size, "cost": 0.02},
+                {"stored_bytes": 2 * size, "cost": 0.0},
+            ],
+        },
+    }
     table, names = read_table(next(p for p in arguments["scores"] if "code" in p.name))
     paths = [folder / "worse.parquet", folder / "base.parquet"]
     for path, release, factor in zip(paths, (HOSTILE, "k3"), (1.5, 1), strict=True):
@@ -285,10 +302,22 @@ def test_releases_against_each_other_state_payload_and_whether_they_differ(compa
     text = " ".join(outline.text)
     assert "yes: no difference shown" in text
     assert format_number(worse["quantities"]["kl_difference"]["low"], sign=True) in text
-    # One figure for each panel, with one line a method, in place of that of all releases.
+    # A figure for each layout and panel, with one line a method, in place of that of all releases.
     for panel in ("code", "prose"):
-        assert f"kl-by-method-cuda-exl3-{panel}" in outline.ids
+        for layout in ("cuda-exl3", "bank-plan"):
+            assert f"kl-by-method-{layout}-{panel}" in outline.ids
     assert "kl-by-bits" not in outline.ids
+
+
+def test_plans_show_what_was_predicted_and_the_rates_of_experts(compared, page, tmp_path):
+    text = write_report(tmp_path, **compared).read_text()
+    outline = Outline(text)
+    assert "predicted-loss-exact-bank-plan" in outline.ids and "#plans" in outline.links
+    rates = next(f for f in re.findall(r"<figure.*?</figure>", text, re.S) if "expert-rates" in f)
+    assert "K=2<" in rates and "native<" in rates
+    assert outline.open == [] and len(outline.ids) == len(set(outline.ids))
+    # A run of uniform releases has no such section.
+    assert "#plans" not in Outline(page).links
 
 
 def test_figures_of_single_releases_stop_at_six_and_say_so():

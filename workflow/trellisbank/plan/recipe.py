@@ -27,12 +27,15 @@ from trellisbank.plan.layouts import (
     wanted_entries,
 )
 from trellisbank.plan.ledger import Entries, read_layers, read_ledgers, read_probes
-from trellisbank.plan.solve import Solution, next_best, solve, uniform
+from trellisbank.plan.solve import Solution, curve, next_best, solve, uniform
 
 Pathlike = str | os.PathLike[str]
 
 MEASURED = ("gain", "exact", "measured")
 """Methods that choose by what was measured while encoding."""
+
+CURVE_POINTS = 101
+"""Plans of other sizes that a frozen plan states the predicted loss of, for the report."""
 
 BUDGETS = ("average_rate", "stored_bits", "bytes")
 
@@ -238,7 +241,8 @@ def freeze_recipe(
     if recipe["method"] in MEASURED:
         table = _table(recipe, read_ledgers(ledgers), statistics, probes, estimate=False)
         found = solve(recipe["method"], table, budget_of(recipe))
-        rates, predicted = found.rates, describe(found)
+        rates = found.rates
+        predicted = describe(found) | {"curve": curve(table, CURVE_POINTS)}
     else:
         rates = unmeasured_rates(recipe, manifest, statistics)
     plan = freeze(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import io
 import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from trellisbank.plan.layouts import NATIVE, NATIVE_QUARTERS
+
 COLOURS = ["#1c83c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = ["o", "s", "^", "D", "v", "P"]
 DASHES = ["-", "--", ":", "-."]
@@ -32,6 +35,12 @@ REFERENCE = "#8a8a8a"
 # Inches; a figure fits a phone's width without being scaled down.
 SIZE = (4.9, 3.1)
 POSITION_BUCKETS = 16
+LOSS_UNITS = {
+    "gain": "gain\u00b2 x tokens x proxy error",
+    "exact": "gain\u00b2 x error energy at the output",
+    "measured": "added-up KL of probes, nats/token",
+}
+NATIVE_BITS = NATIVE_QUARTERS / 4
 # Releases that figures of single releases show: more lines could not be told apart.
 MOST_RELEASES = len(COLOURS)
 HISTOGRAM_EDGES = np.arange(-8.0, 2.25, 0.25)
@@ -330,6 +339,80 @@ def kl_by_bits(
         "kl-by-bits",
         "Mean KL over the full vocabulary against stored bits a weight, with the interval of the "
         "table. Grey crosses: published builds of another model on other text, for orientation.",
+        paint,
+    )
+
+
+def predicted_loss(plans: Sequence[Mapping[str, Any]], method: str, layout: str) -> Figure:
+    """What a method predicts of plans of all sizes, and the plans that were frozen.
+
+    Args:
+        plans: Frozen plans of one method and layout: `recipe`, `stored_bytes`, `predicted`.
+        method: The method.
+        layout: The layout.
+    """
+    power, unit = (9, "GB") if max(plan["stored_bytes"] for plan in plans) > 1e9 else (6, "MB")
+
+    def paint(axes: Axes) -> None:
+        for index, plan in enumerate(plans):
+            points = plan["predicted"]["curve"]
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(
+                [point["stored_bytes"] / 10**power for point in points],
+                # Nothing is lost where all keep the source's format; it has no logarithm.
+                [point["cost"] or math.nan for point in points],
+                color=colour,
+                linestyle=DASHES[index % len(DASHES)],
+            )
+            axes.plot(
+                [plan["stored_bytes"] / 10**power],
+                [plan["predicted"]["loss"] or math.nan],
+                marker=MARKERS[index % len(MARKERS)],
+                color=colour,
+                linestyle="none",
+                label=plan["recipe"],
+            )
+        axes.set_xlabel(f"stored bytes of the routed experts, {unit}")
+        axes.set_ylabel(LOSS_UNITS[method])
+        _plain_log(axes)
+
+    return draw(
+        f"predicted-loss-{method}-{_anchor(layout)}",
+        f"Loss that {method} predicts against stored bytes, layout {layout}: the line joins the "
+        "best plans of their sizes (the convex hull of all plans over the rates that were "
+        "measured), the marker is the plan that was frozen. Predictions of different methods are "
+        "in different units.",
+        paint,
+    )
+
+
+def expert_rates(plan: Mapping[str, Any]) -> Figure:
+    """How many experts of each layer have which rate, for a plan with one rate an expert."""
+
+    def paint(axes: Axes) -> None:
+        slots = pd.DataFrame(plan["slots"])
+        slots["bits"] = slots["rate"].map(lambda rate: NATIVE_BITS if rate == NATIVE else rate)
+        names = dict(zip(slots["bits"], slots["rate"], strict=True))
+        counts = pd.crosstab(slots["layer"], slots["bits"])
+        below = np.zeros(len(counts))
+        for index, bits in enumerate(counts.columns):
+            here = counts[bits].to_numpy()
+            axes.bar(
+                counts.index,
+                here,
+                bottom=below,
+                color=COLOURS[index % len(COLOURS)],
+                width=0.8,
+                label=names[bits] if names[bits] == NATIVE else f"K={names[bits]}",
+            )
+            below = below + here
+        axes.set_ylabel("experts")
+        _layer_axis(axes, counts.index)
+
+    return draw(
+        f"expert-rates-{_anchor(plan['recipe'])}",
+        f"Experts of each layer by their rate in release {plan['recipe']} ({plan['method']}, "
+        f"{plan['average_rate']:.4g} bits of payload a weight).",
         paint,
     )
 

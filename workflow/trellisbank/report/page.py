@@ -339,7 +339,8 @@ def _figures(
         for item in _quality(data)
         if item["release"] in bits and item["quantities"]["kl"]["mean"]
     ]
-    drawn: dict[str, list[Figure]] = {"loss": [], "errors": [], "routing": []}
+    drawn: dict[str, list[Figure]] = {"plans": _plan_figures(list(plans.values()))}
+    drawn |= {"loss": [], "errors": [], "routing": []}
     arms = sorted({(point["panel"], point["layout"]) for point in points})
     if len({point["method"] for point in points}) > 1:
         drawn["loss"] += [
@@ -372,3 +373,15 @@ def _figures(
             figures.gain(data.layers),
         ]
     return drawn
+
+
+def _plan_figures(plans: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """What was predicted, by method and layout, and the rates of releases with one an expert."""
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for plan in plans:
+        if plan["predicted"] is not None:
+            alike.setdefault((plan["method"], plan["layout"]), []).append(plan)
+    return [
+        *(figures.predicted_loss(of, *kind) for kind, of in alike.items()),
+        *(figures.expert_rates(plan) for plan in plans if "expert" in plan["slots"][0]),
+    ]
