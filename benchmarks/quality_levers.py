@@ -95,6 +95,7 @@ def measure(source: Path, run: Path, folder: Path, name: str, rate: float) -> di
         recipe=recipe,
         manifest_path=manifest,
         ledgers=ledgers,
+        statistics=[],
         root=folder,
         plan_path=folder / "plan.json",
     )
