@@ -165,7 +165,12 @@ def probes_of(names):
     return expand(rules.probe_slots.output.probes, wanted=names, layer=LAYERS)
 
 
+def ledgers_of_list(wanted, layers):
+    """Ledgers of one wanted list."""
+    return expand(rules.encode.output.ledger, wanted=wanted, layer=layers, block=BLOCKS)
+
+
 def base_of(wanted):
-    """The base that a draft adds to; nothing for a base."""
+    """The base that a draft adds to; a base itself."""
     recipe = wanted.removesuffix(".draft")
-    return [] if recipe == wanted else [base_name(RECIPES[recipe])]
+    return recipe if recipe == wanted else base_name(RECIPES[recipe])

@@ -30,22 +30,21 @@ rule capture:
         "../workflow/scripts/capture.py"
 
 
-use rule capture as keep_state with:
+use rule capture as forward_probe with:
     input:
         rows="<run>/rows/probe.safetensors",
         state=state_before("<run>/forward/source/probe"),
         weights=weights_of,
     output:
-        # Kept: probes of a later recipe start from it, without the layers before.
-        state="<run>/forward/source/probe/{layer}.state.safetensors",
+        state=temp("<run>/forward/source/probe/{layer}.state.safetensors"),
         stats="<run>/forward/source/probe/{layer}.stats.json",
-        record="<run>/provenance/keep_state/{layer}.json",
+        record="<run>/provenance/forward_probe/{layer}.json",
     log:
-        "<run>/logs/keep_state/{layer}.log",
+        "<run>/logs/forward_probe/{layer}.log",
     benchmark:
-        "<run>/benchmarks/keep_state/{layer}.tsv"
+        "<run>/benchmarks/forward_probe/{layer}.tsv"
     message:
-        "Run the probes' rows through {wildcards.layer} of the source and keep the state"
+        "Run the probes' rows through {wildcards.layer} of the source"
 
 
 use rule capture as forward with:

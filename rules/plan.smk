@@ -26,25 +26,49 @@ rule want_base:
         "../workflow/scripts/want_base.py"
 
 
+rule keep_state:
+    input:
+        rows=rules.pick_rows.output.rows,
+        state=state_before("<run>/probes/{base}"),
+        ledgers=lambda wildcards: ledgers_of_list(wildcards.base, [wildcards.layer]),
+        weights=weights_of,
+    output:
+        # Kept: the probes of a later recipe with this base start from it.
+        state="<run>/probes/{base}/{layer}.state.safetensors",
+        record="<run>/provenance/keep_state/{base}.{layer}.json",
+    log:
+        "<run>/logs/keep_state/{base}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/keep_state/{base}.{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    params:
+        code=code("keep_state"),
+        source=settings["source"],
+        bank=settings["bank_store"],
+        layer=lambda wildcards: number(wildcards.layer),
+        rate=lambda wildcards: BASES[wildcards.base]["base_rate"],
+        device=settings["forward"]["device"],
+    message:
+        "Run the probes' rows through {wildcards.layer} at the base rate of {wildcards.base}"
+    script:
+        "../workflow/scripts/keep_state.py"
+
+
 rule probe_slots:
     input:
         rows=rules.pick_rows.output.rows,
-        state=state_before("<run>/forward/source/probe"),
+        state=lambda wildcards: state_before(f"<run>/probes/{base_of(wildcards.wanted)}")(wildcards),
         hidden=rules.finish_probe.output.hidden,
-        ledgers=lambda wildcards: expand(
-            rules.encode.output.ledger,
-            wanted=wildcards.wanted,
-            layer=wildcards.layer,
-            block=BLOCKS,
+        base=lambda wildcards: ledgers_of_list(
+            base_of(wildcards.wanted), LAYERS[number(wildcards.layer) :]
         ),
-        # What a draft adds to is whole together with its base, and the base has its own probes.
-        base=lambda wildcards: [
-            path
-            for name in base_of(wildcards.wanted)
-            for path in expand(
-                rules.encode.output.ledger, wanted=name, layer=wildcards.layer, block=BLOCKS
-            )
-        ],
+        draft=lambda wildcards: (
+            []
+            if wildcards.wanted == base_of(wildcards.wanted)
+            else ledgers_of_list(wildcards.wanted, [wildcards.layer])
+        ),
         weights=lambda wildcards: expand(
             rules.verify_shard.output.receipt,
             shard=sorted(
@@ -68,6 +92,7 @@ rule probe_slots:
         source=settings["source"],
         bank=settings["bank_store"],
         layer=lambda wildcards: number(wildcards.layer),
+        rate=lambda wildcards: BASES[base_of(wildcards.wanted)]["base_rate"],
         device=settings["forward"]["device"],
     message:
         "Measure what each matrix group of {wildcards.layer} that {wildcards.wanted} encodes loses"

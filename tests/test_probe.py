@@ -9,13 +9,12 @@ from synthetic import encoded_group, write_ledger
 from trellisbank.bank import GROUPS, Bank
 from trellisbank.checkpoint import expert_stem, open_checkpoint, overlay
 from trellisbank.errors import CheckpointError, FormatError, PlanError
-from trellisbank.evaluate.probe import probe_layer
+from trellisbank.evaluate.probe import base_keys, keep_state, probe_layer
 from trellisbank.evaluate.scores import score_tokens
 from trellisbank.files import read_json
 from trellisbank.formats import trellis
 from trellisbank.model.config import model_config
 from trellisbank.model.forward import advance, finish, first_state
-from trellisbank.model.state import save_state
 from trellisbank.model.weights import load_shared
 from trellisbank.plan.layouts import Wanted
 from trellisbank.plan.ledger import read_probes
@@ -36,26 +35,24 @@ def encode(bank, layer, expert, group, rate, spoil=False):
 
 
 @torch.inference_mode()
-def run(checkpoint, ids, folder=None):
-    """The forward of a checkpoint from its first layer; keeps its states if a folder is given."""
+def run(checkpoint, ids):
+    """The forward of a checkpoint from its first layer."""
     cfg = model_config(checkpoint.config)
     state = first_state(cfg, ids, load_shared(checkpoint, cfg, "embed"))
     for layer in range(LAYERS):
         state, _ = advance(checkpoint, cfg, layer, ids, state)
-        if folder:
-            save_state(folder / f"L{layer:02d}.state.safetensors", state, layer)
     norm, head = (load_shared(checkpoint, cfg, name) for name in ("norm", "head"))
     return finish(cfg, state, ids, norm, head)[0]
 
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
-    """A source, its states on two rows, a bank and ledgers of two lists."""
+    """A source, a bank, ledgers of two lists, and the state of the base on two rows."""
     folder = tmp_path_factory.mktemp("probe")
     source = open_checkpoint(cut_checkpoint(folder / "source"))
     ids = torch.randint(3, 2000, (2, 24), generator=torch.Generator().manual_seed(0))
     write_tensors(folder / "rows.safetensors", {"input_ids": ids})
-    hidden = run(source, ids, folder)
+    hidden = run(source, ids)
     write_tensors(folder / "hidden.safetensors", {"final_hidden": hidden})
     bank = Bank(folder / "bank")
     for layer in range(LAYERS):
@@ -66,19 +63,30 @@ def made(tmp_path_factory):
         draft += [encode(bank, layer, e, "gate_up", 4) for e in (0, 1, 3)]
         draft += [encode(bank, layer, e, "down", 5, spoil=e == 1) for e in range(EXPERTS)]
         write_ledger(folder / f"draft/L{layer:02d}.json", draft)
+    keep_state(
+        source=folder / "source",
+        bank=folder / "bank",
+        layer=0,
+        rate=3,
+        rows=folder / "rows.safetensors",
+        state_before=None,
+        ledgers=[folder / "base/L00.json"],
+        state_after=folder / "L00.state.safetensors",
+    )
     return folder, source, bank, ids, hidden
 
 
-def probe(folder, layer, lists, out):
+def probe(folder, layer, out, draft=False):
     probe_layer(
         source=folder / "source",
         bank=folder / "bank",
         layer=layer,
+        rate=3,
         rows=folder / "rows.safetensors",
         state_before=folder / "L00.state.safetensors" if layer else None,
         hidden=folder / "hidden.safetensors",
-        ledgers=[folder / f"{lists[-1]}/L{layer:02d}.json"],
-        base=[folder / f"{name}/L{layer:02d}.json" for name in lists[:-1]],
+        base=[folder / f"base/L{later:02d}.json" for later in range(layer, LAYERS)],
+        draft=[folder / f"draft/L{layer:02d}.json"] * draft,
         probes_path=out,
     )
     return read_json(out)
@@ -93,32 +101,48 @@ def keys(folder, name, layer, group, rate):
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
-def test_a_probe_from_a_kept_state_is_the_whole_forward_with_one_group_lowered(
-    made, layer, tmp_path
-):
+def test_a_probe_from_a_kept_state_is_the_difference_of_two_whole_forwards(made, layer, tmp_path):
     folder, source, bank, ids, hidden = made
-    probes = probe(folder, layer, ["base"], tmp_path / "probes.json")
-    assert (probes["windows"], probes["tokens"]) == (2, 46)
+    probes = probe(folder, layer, tmp_path / "probes.json")
+    assert (probes["windows"], probes["tokens"], probes["base_rate"]) == (2, 46, 3)
     # K = 2 is encoded for one expert alone and cannot be probed.
     assert [(p["group"], p["rate"]) for p in probes["probes"]] == [("gate_up", 3), ("down", 3)]
     head = load_shared(source, model_config(source.config), "head")
+    base = {}
+    for at in range(LAYERS):
+        for group in GROUPS:
+            base |= keys(folder, "base", at, group, 3)
+
+    def loss(taken):
+        return score_tokens(hidden, head, run(overlay(source, bank, taken), ids), head, ids)["kl"]
+
+    lowered = loss(base).mean()
     for item in probes["probes"]:
-        lowered = overlay(source, bank, keys(folder, "base", layer, item["group"], 3))
-        table = score_tokens(hidden, head, run(lowered, ids), head, ids)
-        assert item["kl"] == table["kl"].mean() > 0.01
+        kept = {p: k for p, k in base.items() if (p[0], p[2]) != (layer, item["group"])}
+        assert item["kl"] == lowered - loss(kept).mean() != 0
 
 
 def test_a_draft_is_probed_for_what_its_base_lacks_and_a_failed_probe_says_so(made, tmp_path):
     folder, *_ = made
-    probes = probe(folder, 1, ["base", "draft"], tmp_path / "probes.json")
+    probes = probe(folder, 1, tmp_path / "probes.json", draft=True)
     found = {(p["group"], p["rate"]): p["kl"] for p in probes["probes"]}
     # Base and draft together have K = 2 whole; of gate_up at K = 4 an expert is missing.
     assert set(found) == {("down", 2), ("down", 5)}
-    assert found["down", 2] > 0 and found["down", 5] is None
+    assert found["down", 2] != 0 and found["down", 5] is None
     read = read_probes([tmp_path / "probes.json"])
-    assert read == {(1, "down", 2): found["down", 2], (1, "down", 5): float("inf")}
+    expected = max(found["down", 2], 0.0)
+    assert read == {(1, "down", 2): expected, (1, "down", 5): float("inf")}
     with pytest.raises(PlanError, match="holds no probes"):
         read_probes([folder / "base/L00.json"])
+
+
+def test_a_base_that_lacks_an_expert_is_refused():
+    entries = {(0, e, g, 3): {"key": "k"} for e in range(4) for g in GROUPS}
+    assert len(base_keys(entries, 0, 4, 3)) == 8
+    del entries[0, 2, "down", 3]
+    with pytest.raises(PlanError, match="lack experts of the base") as caught:
+        base_keys(entries, 0, 4, 3)
+    assert caught.value.fields["found"] == "not all of down"
 
 
 def test_an_overlay_takes_what_it_is_told_from_the_bank_and_the_rest_from_the_source(made):

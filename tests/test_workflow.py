@@ -237,7 +237,10 @@ def test_probes_run_on_calibration_rows_and_are_shared(clone):
     picked = json.loads((run / "rows/probe.json").read_text())
     splits = sorted(run.glob("rows/split*.safetensors"))
     assert picked["of"] == [blake3_file(path) for path in splits]
-    assert len(list(run.glob("forward/source/probe/*.state.safetensors"))) == 2
+    assert [path.name for path in run.glob("probes/base2-23/*.safetensors")] == [
+        "L00.state.safetensors"
+    ]
+    assert not list(run.glob("forward/**/*.state.safetensors"))
     for path in run.glob("provenance/probe_slots/*.json"):
         inputs = [item["path"] for item in json.loads(path.read_text())["inputs"]]
         assert inputs and not any("/code" in path for path in inputs)

@@ -6,16 +6,17 @@ from trellisbank.provenance.record import log, run_job
 
 
 def main(job):
-    """Measure what each encoded matrix group of a layer loses alone."""
+    """Measure what each encoded matrix group of a layer adds to the loss alone."""
     probe_layer(
         source=job.params.source,
         bank=job.params.bank,
         layer=job.params.layer,
+        rate=job.params.rate,
         rows=job.input.rows,
         state_before=job.input.state[0] if job.input.state else None,
         hidden=job.input.hidden,
-        ledgers=job.input.ledgers,
         base=job.input.base,
+        draft=job.input.draft,
         probes_path=job.output.probes,
         device=job.params.device,
         progress=log.info,

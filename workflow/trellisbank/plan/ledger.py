@@ -97,7 +97,7 @@ def whole_slots(
 
 
 def read_probes(paths: Iterable[Pathlike]) -> dict[tuple[int, str, int], float]:
-    """Read what lowering one matrix group of a layer alone was measured to lose.
+    """Read what lowering one matrix group of a layer alone was measured to add to the loss.
 
     Args:
         paths: `probes/{wanted}/L??.json` of a run.
@@ -121,10 +121,9 @@ def read_probes(paths: Iterable[Pathlike]) -> dict[tuple[int, str, int], float]:
             )
         for probe in probes["probes"]:
             loss = probe["kl"]
-            # Rounding leaves a KL of nothing some 1e-16 below zero.
-            good = loss is not None and loss > -1e-9
+            # A loss too small to be told from that of the other slots may come out below zero.
             found[probes["layer"], probe["group"], probe["rate"]] = (
-                max(loss, 0.0) if good else math.inf
+                math.inf if loss is None else max(loss, 0.0)
             )
     return found
 
