@@ -30,6 +30,23 @@ rule capture:
         "../workflow/scripts/capture.py"
 
 
+use rule capture as forward_probe with:
+    input:
+        rows="<run>/rows/probe.safetensors",
+        state=state_before("<run>/forward/source/probe"),
+        weights=weights_of,
+    output:
+        state=temp("<run>/forward/source/probe/{layer}.state.safetensors"),
+        stats="<run>/forward/source/probe/{layer}.stats.json",
+        record="<run>/provenance/forward_probe/{layer}.json",
+    log:
+        "<run>/logs/forward_probe/{layer}.log",
+    benchmark:
+        "<run>/benchmarks/forward_probe/{layer}.tsv"
+    message:
+        "Run the probes' rows through {wildcards.layer} of the source"
+
+
 use rule capture as forward with:
     input:
         rows="<run>/rows/{panel}.safetensors",
@@ -70,3 +87,19 @@ rule finish_forward:
         "Final hidden states of {wildcards.checkpoint} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/finish_forward.py"
+
+
+use rule finish_forward as finish_probe with:
+    input:
+        rows="<run>/rows/probe.safetensors",
+        state=f"<run>/forward/source/probe/{LAYERS[-1]}.state.safetensors",
+        weights=head_of,
+    output:
+        hidden="<run>/forward/source/probe/hidden.safetensors",
+        record="<run>/provenance/finish_probe/source.json",
+    log:
+        "<run>/logs/finish_probe.log",
+    benchmark:
+        "<run>/benchmarks/finish_probe.tsv"
+    message:
+        "Final hidden states of the source on the probes' rows"

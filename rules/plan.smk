@@ -26,6 +26,80 @@ rule want_base:
         "../workflow/scripts/want_base.py"
 
 
+rule keep_state:
+    input:
+        rows=rules.pick_rows.output.rows,
+        state=state_before("<run>/probes/{base}"),
+        ledgers=lambda wildcards: ledgers_of_list(wildcards.base, [wildcards.layer]),
+        weights=weights_of,
+    output:
+        # Kept: the probes of a later recipe with this base start from it.
+        state="<run>/probes/{base}/{layer}.state.safetensors",
+        record="<run>/provenance/keep_state/{base}.{layer}.json",
+    log:
+        "<run>/logs/keep_state/{base}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/keep_state/{base}.{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    params:
+        code=code("keep_state"),
+        source=settings["source"],
+        bank=settings["bank_store"],
+        layer=lambda wildcards: number(wildcards.layer),
+        rate=lambda wildcards: BASES[wildcards.base]["base_rate"],
+        device=settings["forward"]["device"],
+    message:
+        "Run the probes' rows through {wildcards.layer} at the base rate of {wildcards.base}"
+    script:
+        "../workflow/scripts/keep_state.py"
+
+
+rule probe_slots:
+    input:
+        rows=rules.pick_rows.output.rows,
+        state=lambda wildcards: state_before(f"<run>/probes/{base_of(wildcards.wanted)}")(wildcards),
+        hidden=rules.finish_probe.output.hidden,
+        base=lambda wildcards: ledgers_of_list(
+            base_of(wildcards.wanted), LAYERS[number(wildcards.layer) :]
+        ),
+        draft=lambda wildcards: (
+            []
+            if wildcards.wanted == base_of(wildcards.wanted)
+            else ledgers_of_list(wildcards.wanted, [wildcards.layer])
+        ),
+        weights=lambda wildcards: expand(
+            rules.verify_shard.output.receipt,
+            shard=sorted(
+                {HEAD_SHARD, NORM_SHARD, EMBED_SHARD}.union(
+                    *(LAYER_SHARDS[layer] for layer in LAYERS[number(wildcards.layer) :])
+                )
+            ),
+        ),
+    output:
+        probes="<run>/probes/{wanted}/{layer}.json",
+        record="<run>/provenance/probe_slots/{wanted}.{layer}.json",
+    log:
+        "<run>/logs/probe_slots/{wanted}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/probe_slots/{wanted}.{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    params:
+        code=code("probe_slots"),
+        source=settings["source"],
+        bank=settings["bank_store"],
+        layer=lambda wildcards: number(wildcards.layer),
+        rate=lambda wildcards: BASES[base_of(wildcards.wanted)]["base_rate"],
+        device=settings["forward"]["device"],
+    message:
+        "Measure what each matrix group of {wildcards.layer} that {wildcards.wanted} encodes loses"
+    script:
+        "../workflow/scripts/probe_slots.py"
+
+
 rule draft_plan:
     input:
         ledgers=lambda wildcards: expand(
@@ -35,6 +109,7 @@ rule draft_plan:
             block=BLOCKS,
         ),
         statistics=lambda wildcards: statistics_of(RECIPES[wildcards.recipe]),
+        probes=lambda wildcards: probes_of(PROBED[wildcards.recipe][:1]),
     output:
         wanted=expand("<run>/wanted/{{recipe}}.draft/{layer}.json", layer=LAYERS),
         record="<run>/provenance/draft_plan/{recipe}.json",
@@ -58,6 +133,7 @@ rule freeze_plan:
         manifest=rules.inspect_source.output.manifest,
         ledgers=lambda wildcards: ledgers_of([wildcards.recipe]),
         statistics=lambda wildcards: statistics_of(RECIPES[wildcards.recipe]),
+        probes=lambda wildcards: probes_of(PROBED[wildcards.recipe]),
     output:
         plan=report(
             "<run>/plan/{recipe}.json",
