@@ -10,6 +10,7 @@ from trellisbank.plan.recipe import base_name, baselines
 from trellisbank.settings import check_windows, load_settings
 
 CONFIG = Path(__file__).parents[1] / "config"
+ALL = yaml.safe_load((CONFIG / "compare-all.yaml").read_text())
 GOOD = yaml.safe_load((CONFIG / "config.yaml").read_text())
 
 
@@ -25,9 +26,14 @@ def test_shipped_configuration_is_good_and_stays_as_it_is():
     assert settings["recipes"]["K3"]["layout"] == "cuda-exl3"
 
 
-def test_the_configuration_of_the_comparison_is_good_and_every_arm_has_a_baseline():
-    settings = load(yaml.safe_load((CONFIG / "compare.yaml").read_text()))
+@pytest.mark.parametrize("name", ["compare.yaml", "compare-all.yaml"])
+def test_the_configurations_of_the_comparison_are_good_and_every_arm_has_a_baseline(name):
+    settings = load(yaml.safe_load((CONFIG / name).read_text()))
     recipes = settings["recipes"]
+    # The larger one holds the smaller, so that it goes on where that ended.
+    both = {key: value for key, value in load(ALL).items() if key != "recipes"}
+    assert both == {key: value for key, value in settings.items() if key != "recipes"}
+    assert recipes.items() <= load(ALL)["recipes"].items()
     compared = baselines(recipes)
     assert set(recipes) - set(compared) == set(compared.values())
     # One base, and the bank and the captures of the shipped configuration.
