@@ -51,8 +51,9 @@ check-tiny: $(VENV)/installed-$(LOCK) ## show that the shipped checkpoint has le
 	$(BIN)/python resources/tiny/check.py
 
 .PHONY: bench
-bench: $(VENV)/installed-$(LOCK) ## encoder speed
+bench: $(VENV)/installed-$(LOCK) ## speed of the encoder and the planner
 	$(BIN)/python benchmarks/encode_cpu.py
+	$(BIN)/python benchmarks/plan.py
 
 .PHONY: clean
 clean: ## remove the environment and caches; results and their records stay

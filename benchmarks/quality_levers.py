@@ -25,7 +25,7 @@ from trellisbank.evaluate.scores import score_files
 from trellisbank.files import read_json, write_json
 from trellisbank.model.streamed import forward_rows
 from trellisbank.plan.freeze import load_plan, planned_entries
-from trellisbank.plan.recipe import freeze_recipe, write_wanted
+from trellisbank.plan.recipe import freeze_recipe, write_base
 from trellisbank.quantize.block import describe_hessians, encode_block
 from trellisbank.quantize.expert import Options
 from trellisbank.release.finish import finish_release
@@ -84,7 +84,7 @@ def measure(source: Path, run: Path, folder: Path, name: str, rate: float) -> di
     layers = range(len(read_json(manifest)["layers"]))
     recipe = {"method": "uniform", "layout": "cuda-exl3", "average_rate": rate, "seed": 0}
     wanted = [folder / f"wanted-{layer}.json" for layer in layers]
-    write_wanted(recipe=recipe, manifest_path=manifest, wanted_paths=wanted)
+    write_base(recipe=recipe, manifest_path=manifest, statistics=[], wanted_paths=wanted)
     with ProcessPoolExecutor(2) as pool:
         done = [pool.submit(encode_layer, source, run, folder, layer, name) for layer in layers]
         for job in done:
@@ -95,6 +95,7 @@ def measure(source: Path, run: Path, folder: Path, name: str, rate: float) -> di
         recipe=recipe,
         manifest_path=manifest,
         ledgers=ledgers,
+        statistics=[],
         root=folder,
         plan_path=folder / "plan.json",
     )

@@ -8,7 +8,14 @@ from snakemake.exceptions import WorkflowError
 from trellisbank.checkpoint import check_shards, open_checkpoint
 from trellisbank.errors import TrellisbankError
 from trellisbank.model.config import model_config
-from trellisbank.plan.recipe import MEASURED, base_name, base_slice, needs_statistics
+from trellisbank.plan.recipe import (
+    MEASURED,
+    base_name,
+    base_slice,
+    baselines,
+    needs_statistics,
+    probed_lists,
+)
 from trellisbank.provenance.digest import code_digest
 from trellisbank.rows import find_texts, start_token
 from trellisbank.settings import check_windows, load_settings
@@ -48,6 +55,10 @@ WANTED = {
     name: [base_name(recipe), f"{name}.draft"] if recipe["method"] in MEASURED else [name]
     for name, recipe in RECIPES.items()
 }
+# Wanted lists whose matrix groups are probed for a recipe; the base first.
+PROBED = {name: probed_lists(name, recipe) for name, recipe in RECIPES.items()}
+# Recipes that compete with one another: each with the `exact` one of its layout and budget.
+BASELINES = baselines(RECIPES)
 
 
 pathvars:
@@ -62,6 +73,7 @@ wildcard_constraints:
     panel="|".join(map(re.escape, PANELS)),
     rows="|".join(map(re.escape, [*SPLITS, *PANELS])),
     recipe="|".join(map(re.escape, RECIPES)),
+    baseline="|".join(map(re.escape, RECIPES)),
     base="|".join(map(re.escape, BASES)),
     wanted="|".join(re.escape(name) for names in WANTED.values() for name in names),
     checkpoint="|".join(map(re.escape, ["source", *RECIPES])),
@@ -125,7 +137,7 @@ def checkpoint_folder(wildcards):
 
 def head_of(wildcards):
     """What must be checked before norm and head are read."""
-    if wildcards.checkpoint == "source":
+    if wildcards.get("checkpoint", "source") == "source":
         return expand(rules.verify_shard.output.receipt, shard={HEAD_SHARD, NORM_SHARD})
     return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
 
@@ -146,3 +158,14 @@ def statistics_of(recipe):
     if not needs_statistics(recipe):
         return []
     return expand(rules.capture.output.stats, split=SPLITS, layer=LAYERS)
+
+
+def probes_of(names):
+    """Probes of the whole matrix groups of wanted lists, in all layers."""
+    return expand(rules.probe_slots.output.probes, wanted=names, layer=LAYERS)
+
+
+def base_of(wanted):
+    """The base that a draft adds to; nothing for a base."""
+    recipe = wanted.removesuffix(".draft")
+    return [] if recipe == wanted else [base_name(RECIPES[recipe])]

@@ -59,3 +59,27 @@ rule compare:
         "Intervals of release {wildcards.recipe} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/compare.py"
+
+
+use rule compare as compare_recipes with:
+    input:
+        table=rules.score.output.table,
+        baseline="<run>/scores/{baseline}/{panel}.parquet",
+    output:
+        comparison=report(
+            "<run>/compare/{recipe}/{baseline}/{panel}.json",
+            caption="../report/captions/recipes.rst",
+            category="Scores",
+            labels={
+                "release": "{recipe} minus {baseline}",
+                "panel": "{panel}",
+                "file": "intervals",
+            },
+        ),
+        record="<run>/provenance/compare_recipes/{recipe}.{baseline}.{panel}.json",
+    log:
+        "<run>/logs/compare_recipes/{recipe}.{baseline}.{panel}.log",
+    benchmark:
+        "<run>/benchmarks/compare_recipes/{recipe}.{baseline}.{panel}.tsv"
+    message:
+        "Intervals of release {wildcards.recipe} against {wildcards.baseline} on {wildcards.panel}"

@@ -30,6 +30,24 @@ rule capture:
         "../workflow/scripts/capture.py"
 
 
+use rule capture as keep_state with:
+    input:
+        rows="<run>/rows/probe.safetensors",
+        state=state_before("<run>/forward/source/probe"),
+        weights=weights_of,
+    output:
+        # Kept: probes of a later recipe start from it, without the layers before.
+        state="<run>/forward/source/probe/{layer}.state.safetensors",
+        stats="<run>/forward/source/probe/{layer}.stats.json",
+        record="<run>/provenance/keep_state/{layer}.json",
+    log:
+        "<run>/logs/keep_state/{layer}.log",
+    benchmark:
+        "<run>/benchmarks/keep_state/{layer}.tsv"
+    message:
+        "Run the probes' rows through {wildcards.layer} of the source and keep the state"
+
+
 use rule capture as forward with:
     input:
         rows="<run>/rows/{panel}.safetensors",
@@ -70,3 +88,19 @@ rule finish_forward:
         "Final hidden states of {wildcards.checkpoint} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/finish_forward.py"
+
+
+use rule finish_forward as finish_probe with:
+    input:
+        rows="<run>/rows/probe.safetensors",
+        state=f"<run>/forward/source/probe/{LAYERS[-1]}.state.safetensors",
+        weights=head_of,
+    output:
+        hidden="<run>/forward/source/probe/hidden.safetensors",
+        record="<run>/provenance/finish_probe/source.json",
+    log:
+        "<run>/logs/finish_probe.log",
+    benchmark:
+        "<run>/benchmarks/finish_probe.tsv"
+    message:
+        "Final hidden states of the source on the probes' rows"

@@ -26,6 +26,55 @@ rule want_base:
         "../workflow/scripts/want_base.py"
 
 
+rule probe_slots:
+    input:
+        rows=rules.pick_rows.output.rows,
+        state=state_before("<run>/forward/source/probe"),
+        hidden=rules.finish_probe.output.hidden,
+        ledgers=lambda wildcards: expand(
+            rules.encode.output.ledger,
+            wanted=wildcards.wanted,
+            layer=wildcards.layer,
+            block=BLOCKS,
+        ),
+        # What a draft adds to is whole together with its base, and the base has its own probes.
+        base=lambda wildcards: [
+            path
+            for name in base_of(wildcards.wanted)
+            for path in expand(
+                rules.encode.output.ledger, wanted=name, layer=wildcards.layer, block=BLOCKS
+            )
+        ],
+        weights=lambda wildcards: expand(
+            rules.verify_shard.output.receipt,
+            shard=sorted(
+                {HEAD_SHARD, NORM_SHARD, EMBED_SHARD}.union(
+                    *(LAYER_SHARDS[layer] for layer in LAYERS[number(wildcards.layer) :])
+                )
+            ),
+        ),
+    output:
+        probes="<run>/probes/{wanted}/{layer}.json",
+        record="<run>/provenance/probe_slots/{wanted}.{layer}.json",
+    log:
+        "<run>/logs/probe_slots/{wanted}.{layer}.log",
+    benchmark:
+        "<run>/benchmarks/probe_slots/{wanted}.{layer}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    threads: settings["forward"]["threads"]
+    params:
+        code=code("probe_slots"),
+        source=settings["source"],
+        bank=settings["bank_store"],
+        layer=lambda wildcards: number(wildcards.layer),
+        device=settings["forward"]["device"],
+    message:
+        "Measure what each matrix group of {wildcards.layer} that {wildcards.wanted} encodes loses"
+    script:
+        "../workflow/scripts/probe_slots.py"
+
+
 rule draft_plan:
     input:
         ledgers=lambda wildcards: expand(
@@ -35,6 +84,7 @@ rule draft_plan:
             block=BLOCKS,
         ),
         statistics=lambda wildcards: statistics_of(RECIPES[wildcards.recipe]),
+        probes=lambda wildcards: probes_of(PROBED[wildcards.recipe][:1]),
     output:
         wanted=expand("<run>/wanted/{{recipe}}.draft/{layer}.json", layer=LAYERS),
         record="<run>/provenance/draft_plan/{recipe}.json",
@@ -58,6 +108,7 @@ rule freeze_plan:
         manifest=rules.inspect_source.output.manifest,
         ledgers=lambda wildcards: ledgers_of([wildcards.recipe]),
         statistics=lambda wildcards: statistics_of(RECIPES[wildcards.recipe]),
+        probes=lambda wildcards: probes_of(PROBED[wildcards.recipe]),
     output:
         plan=report(
             "<run>/plan/{recipe}.json",

@@ -11,6 +11,16 @@ rule report:
         captures=expand(rules.capture.output.stats, split=SPLITS, layer=LAYERS),
         hessians=expand(rules.hessians.output.receipt, layer=LAYERS),
         comparisons=expand(rules.compare.output.comparison, recipe=RECIPES, panel=PANELS),
+        contests=[
+            path
+            for recipe, baseline in BASELINES.items()
+            for path in expand(
+                rules.compare_recipes.output.comparison,
+                recipe=recipe,
+                baseline=baseline,
+                panel=PANELS,
+            )
+        ],
         scores=expand(rules.score.output.table, recipe=RECIPES, panel=PANELS),
         records=expand(
             rules.encode.output.record,

@@ -28,6 +28,28 @@ rule build_rows:
         "../workflow/scripts/build_rows.py"
 
 
+rule pick_rows:
+    input:
+        splits=expand(rules.build_rows.output.rows, split=SPLITS),
+    output:
+        rows="<run>/rows/probe.safetensors",
+        receipt="<run>/rows/probe.json",
+        record="<run>/provenance/pick_rows/probe.json",
+    log:
+        "<run>/logs/pick_rows.log",
+    benchmark:
+        "<run>/benchmarks/pick_rows.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        code=code("pick_rows"),
+        windows=CALIBRATION["probe_windows"],
+    message:
+        "Pick the calibration rows that probes run on"
+    script:
+        "../workflow/scripts/pick_rows.py"
+
+
 use rule build_rows as build_panel with:
     input:
         tokenizer=f"{settings['source']}/tokenizer.json",

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Releases with one rate an expert: how they are read, refused, verified and packed."""
 
+import itertools
 import json
 import os
 import shutil
@@ -12,25 +13,29 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cut import cut_checkpoint
 from synthetic import (
     EXPERTS,
     LAYERS,
     SIZE,
+    encoded_group,
     fill_bank,
     make_checkpoint,
     sha256,
     snapshot,
     write_ledger,
 )
-from trellisbank.bank import Bank
+from trellisbank.bank import GROUPS, Bank
 from trellisbank.checkpoint import open_checkpoint
 from trellisbank.errors import CheckpointError, ReleaseError
 from trellisbank.files import read_json, write_json
 from trellisbank.formats import trellis
 from trellisbank.formats.bank_plan import PLAN, BankPlan
+from trellisbank.model.streamed import forward_rows
 from trellisbank.plan.freeze import freeze, planned_entries
 from trellisbank.plan.layouts import (
     NATIVE,
+    Wanted,
     bank_plan_slots,
     layout_slots,
     wanted_entries,
@@ -40,7 +45,7 @@ from trellisbank.release.finish import finish_release, split_hint, split_hints
 from trellisbank.release.pack import pack_release
 from trellisbank.release.splice import splice_shard
 from trellisbank.release.verify import verify_release
-from trellisbank.safetensors_io import read_header, read_tensor, write_tensors
+from trellisbank.safetensors_io import read_file, read_header, read_tensor, write_tensors
 
 CALIBRATION = {"rows": 4, "cols": 32}
 MIXED = [3, 2, 3, NATIVE, 3, 5]
@@ -162,6 +167,49 @@ def test_both_layouts_give_the_same_weights_for_the_same_rates(root):
     assert len(stems) == LAYERS * EXPERTS * 3
     for stem in stems:
         assert torch.equal(one.weight(stem), two.weight(stem))
+
+
+def test_both_layouts_give_the_same_logits_for_the_same_rates(tmp_path):
+    """Two releases from one bank, each run from its own files."""
+    source = open_checkpoint(cut_checkpoint(tmp_path / "source"))
+    bank, ledgers, experts, sizes = Bank(tmp_path / "bank"), [], 4, {"gate_up": (256, 128)}
+    for layer in range(LAYERS):
+        entries = []
+        for expert, group in itertools.product(range(experts), GROUPS):
+            k, n = sizes.get(group, (128, 256))
+            key, tensors, entry = encoded_group(Wanted(layer, expert, group, 2 + layer), k, n)
+            bank.put(key, tensors, entry)
+            entries.append(entry)
+        ledgers.append(write_ledger(tmp_path / f"L{layer:02d}.B00.json", entries))
+    ids = torch.randint(3, 2000, (2, 40), generator=torch.Generator().manual_seed(0))
+    write_tensors(tmp_path / "rows.safetensors", {"input_ids": ids})
+    results = {}
+    for layout in ("cuda-exl3", "bank-plan", "source"):
+        folder = tmp_path / layout
+        if layout != "source":
+            slots = layout_slots(layout, range(LAYERS), experts, 256, 128)
+            plan = freeze(
+                recipe=layout,
+                method="exact",
+                layout=layout,
+                budget={"average_rate": 2.5},
+                rates={slot: 2 + slot.layer for slot in slots},
+                experts=experts,
+                ledgers=ledgers,
+                root=tmp_path,
+            )
+            found = planned_entries(plan, experts, ledgers, tmp_path)
+            keys = {place: entry["key"] for place, entry in found.items()}
+            build(SimpleNamespace(source=source, bank=bank, plan=plan, keys=keys), folder)
+        out = tmp_path / f"{layout}.safetensors"
+        forward_rows(checkpoint=folder, rows=tmp_path / "rows.safetensors", hidden=out)
+        results[layout] = read_file(out)
+        # One head for all: equal final states are equal logits.
+        results[layout]["head"] = open_checkpoint(folder).tensor("head.weight")
+    one, two, original = results.values()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, two[name]) and tensor.isfinite().all()
+    assert not torch.equal(one["final_hidden"], original["final_hidden"])
 
 
 def test_a_new_plan_over_an_old_release_leaves_nothing_of_it(root, run, copy):

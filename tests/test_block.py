@@ -6,8 +6,11 @@ import torch
 
 from cut import cut_checkpoint
 from trellisbank.bank import Bank
+from trellisbank.checkpoint import open_checkpoint
 from trellisbank.errors import QuantizeError
 from trellisbank.files import read_json, write_json
+from trellisbank.formats import trellis
+from trellisbank.model.state import CAPTURED
 from trellisbank.quantize import block
 from trellisbank.quantize.block import describe_hessians, encode_block, map_captures
 from trellisbank.quantize.expert import Options
@@ -132,6 +135,54 @@ def test_captures_of_another_run_are_refused(layer, tmp_path):
     with pytest.raises(QuantizeError, match="captures"):
         encode(layer, tmp_path, [(0, "down", 2)], captures=[tmp_path / "gone"] * 2)
     assert not (tmp_path / "ledger.json").exists()
+
+
+@pytest.mark.parametrize("weighting", ["none", "route"])
+def test_the_error_of_gate_and_up_is_measured_at_the_output_of_the_expert(
+    layer, tmp_path, weighting
+):
+    """Against the expert's output token by token, with the stored matrices in place of its own."""
+    receipt = tmp_path / "hessians.json"
+    describe_hessians(
+        source=layer["source"],
+        layer=0,
+        captures=layer["captures"],
+        down_weighting=weighting,
+        receipt_path=receipt,
+    )
+    wanted = [(1, "gate_up", 2), (1, "gate_up", 4), (1, "down", 2)]
+    changes = {"hessians_path": receipt, "down_weighting": weighting}
+    entries = encode(layer, tmp_path, wanted, **changes)
+    source = open_checkpoint(layer["source"])
+    own = {m: source.weight(f"layers.0.ffn.experts.1.{m}").double() for m in ("w1", "w2", "w3")}
+
+    def output(x, w1, w3):
+        gate, up = (x @ w1.T).clamp(max=10), (x @ w3.T).clamp(-10, 10)
+        return (torch.nn.functional.silu(gate) * up) @ own["w2"].T
+
+    for entry in entries[:2]:
+        tensors, _ = Bank(tmp_path / "bank").get(entry["key"])
+        stored = {}
+        for matrix in ("w1", "w3"):
+            parts = {part: tensors[f"{matrix}.{part}"] for part in trellis.PARTS}
+            stored[matrix] = torch.from_numpy(trellis.decode(*trellis.stored_matrix(parts))).T
+        expected = 0.0
+        for path in layer["captures"]:
+            inputs, chosen, routing = (read_file(path)[name].flatten(0, 1) for name in CAPTURED)
+            for x, experts, shares in zip(inputs.double(), chosen, routing, strict=True):
+                for share in shares[experts == 1].tolist():
+                    lost = output(x, own["w1"], own["w3"]) - output(
+                        x, stored["w1"].double(), stored["w3"].double()
+                    )
+                    expected += (share if weighting == "route" else 1) ** 2 * float(lost @ lost)
+        assert entry["expert_error_energy"] == pytest.approx(expected, rel=1e-4)
+    assert entries[0]["expert_error_energy"] > 5 * entries[1]["expert_error_energy"]
+    assert "expert_error_energy" not in entries[2]
+
+
+def test_an_expert_without_tokens_has_no_error_at_its_output(layer, tmp_path):
+    (entry,) = encode(layer, tmp_path, [(3, "gate_up", 2)], block=1)
+    assert entry["expert_error_energy"] is None
 
 
 def test_overflowing_hessians_are_described_and_fall_back(layer, tmp_path):

@@ -12,6 +12,7 @@ from trellisbank.files import write_json
 from trellisbank.plan.cost import BIT_RATIO, blank_table, frequency_table, ledger_table
 from trellisbank.plan.layouts import NATIVE, bank_plan_slots, cuda_exl3_slots
 from trellisbank.plan.ledger import Layer, read_layers, read_ledgers
+from trellisbank.plan.solve import protect
 
 EXPERTS, WEIGHTS, OVERHEAD = 3, 128 * 128, 16 * 256 + 32
 LAYERS = {0: Layer(2.0, [10, 20, 30]), 1: Layer(3.0, [30, 0, 30])}
@@ -30,6 +31,7 @@ def entry(layer, expert, group, rate, share=None, tokens=None):
         "key": f"{layer}{expert}{group}{rate}",
         "tokens": tokens,
         "fallback": None if tokens else "no tokens",
+        "expert_error_energy": None if measured is None else 200.0 * measured,
         "matrices": {
             matrix: {
                 "proxy_error": measured,
@@ -103,8 +105,10 @@ def test_a_failed_measurement_is_infinite_and_never_zero(bad, method):
     found = entries(2, 3)
     matrix = found[1, 0, "down", 3]["matrices"]["w2"]
     matrix["proxy_error"] = matrix["output_error_energy"] = bad
+    gate_up = found[0, 1, "gate_up", 2]
+    gate_up["expert_error_energy"] = gate_up["matrices"]["w3"]["proxy_error"] = bad
     made = table(found, method)
-    assert made.cost[3, 1] == np.inf and np.isfinite(made.cost).sum() == 7
+    assert made.cost[3, 1] == made.cost[0, 0] == np.inf and np.isfinite(made.cost).sum() == 6
 
 
 def test_a_layer_that_no_token_reached_is_protected():
@@ -124,6 +128,63 @@ def test_estimates_take_the_measured_ratio_of_the_group():
     assert drafted.cost[:, 1] == pytest.approx(made.cost[:, 1])
     assert drafted.cost[2] == pytest.approx(made.cost[2, 1] * np.array([0.02 * 64, 1, BIT_RATIO]))
     assert drafted.cost[3, 0] == pytest.approx(made.cost[3, 1] * 0.03 * 64)
+
+
+PROBES = {
+    (layer, group, 3): loss
+    for layer, group, loss in (
+        (0, "gate_up", 0.1),
+        (0, "down", 0.2),
+        (1, "gate_up", 0.3),
+        (1, "down", 0.4),
+    )
+}
+
+
+def measured(found, probes, **options):
+    return ledger_table(
+        method="measured", entries=found, layers={}, probes=probes, **{"rates": (2, 3)} | options
+    )
+
+
+def test_measured_takes_the_probe_of_a_group_as_it_is():
+    probes = PROBES | {(1, "down", 2): 1.5}
+    made = measured(entries(2, 3), probes, layout="cuda-exl3")
+    assert made.cost[:, 1].tolist() == [0.1, 0.2, 0.3, 0.4]
+    # What was not probed cannot be chosen; a draft takes it by the ratio of the energies.
+    assert np.isnan(made.cost[:3, 0]).all() and made.cost[3, 0] == 1.5
+    drafted = measured(entries(2, 3), probes, layout="cuda-exl3", estimate=True)
+    assert drafted.cost[:, 1].tolist() == made.cost[:, 1].tolist()
+    assert drafted.cost[0, 0] == pytest.approx(4 * 0.1) and drafted.cost[3, 0] == 1.5
+    # Layer 1 has an expert without tokens, which a slot of its layer counts as the others' mean.
+    assert drafted.cost[2, 0] == pytest.approx(4 * 0.3 * 3 / 2)
+
+
+def test_measured_spreads_the_probes_of_a_layer_over_experts_by_their_energy():
+    found = entries(2, 3)
+    for group in GROUPS:
+        found[0, 2, group, 3] = entry(0, 2, group, 3, share=2 * 4.0**-3)
+    made = measured(found, PROBES, layout="bank-plan", rates=(2, 3, NATIVE))
+    assert made.cost[:3, 1] == pytest.approx(np.array([1, 1, 2]) / 4 * 0.3)
+    assert made.cost[:3, 0] == pytest.approx(4 * np.array([1, 1, 1]) / 4 * 0.3)
+    assert made.cost[3, 1] == pytest.approx(0.7 / 2) and made.cost[4, 1] == np.inf
+    assert (made.cost[:, 2] == 0).all()
+
+
+def test_a_failed_probe_protects_its_slot_and_a_missing_one_is_named():
+    failed = PROBES | {(1, "down", 3): np.inf}
+    groups = measured(entries(2, 3), failed, layout="cuda-exl3", estimate=True)
+    assert np.isinf(groups.cost[3]).all() and np.isfinite(groups.cost[:3]).all()
+    assert protect(groups)[1] == (groups.slots[3],)
+    experts = measured(entries(2, 3), failed, layout="bank-plan")
+    assert np.isinf(experts.cost[3:]).all() and np.isfinite(experts.cost[:3]).all()
+    with pytest.raises(PlanError, match="Probes are missing") as caught:
+        measured(
+            entries(2, 3),
+            {place: loss for place, loss in PROBES.items() if place[:2] != (1, "down")},
+            layout="bank-plan",
+        )
+    assert caught.value.fields["tensor"] == "down"
 
 
 def test_frequency_counts_tokens():

@@ -13,7 +13,9 @@ from trellisbank.plan.freeze import load_plan
 from trellisbank.plan.recipe import (
     base_name,
     base_slice,
+    baselines,
     freeze_recipe,
+    probed_lists,
     write_base,
     write_draft,
 )
@@ -98,16 +100,17 @@ class Run:
         more, of_draft = self.encode(f"{name}.draft")
         return self.freeze(name, recipe, ledgers + more), of_base, of_draft
 
-    def freeze(self, name, recipe, ledgers):
+    def freeze(self, name, recipe, ledgers, statistics=None, probes=()):
         path = self.root / f"plan/{name}.json"
         freeze_recipe(
             name=name,
             recipe=recipe,
             manifest_path=self.manifest,
             ledgers=ledgers,
-            statistics=self.statistics,
+            statistics=self.statistics if statistics is None else statistics,
             root=self.root,
             plan_path=path,
+            probes=probes,
         )
         return load_plan(path)
 
@@ -115,6 +118,17 @@ class Run:
 @pytest.fixture
 def run(tmp_path):
     return Run(tmp_path)
+
+
+def test_recipes_compete_with_the_exact_one_of_their_layout_and_budget():
+    recipes = {
+        "arm": RECIPE | {"method": "uniform"},
+        "best": RECIPE,
+        "again": RECIPE | {"margin": 2},
+        "other": RECIPE | {"method": "random", "average_rate": 3.5},
+        "experts": RECIPE | {"method": "gain", "layout": "bank-plan"},
+    }
+    assert baselines(recipes) == {"arm": "best", "again": "best"}
 
 
 def test_budgets_after_one_another_encode_what_is_missing_and_then_nothing(run):
@@ -140,6 +154,8 @@ def test_a_plan_takes_measurements_alone(run):
     predicted = plan["predicted"]
     assert predicted["bound"] <= predicted["loss"] <= predicted["greedy_loss"]
     assert predicted["protected"] == []
+    losses = [point["cost"] for point in predicted["curve"]]
+    assert losses == sorted(losses, reverse=True) and losses[-1] <= predicted["loss"] < losses[0]
     read = {item["path"] for item in plan["read"]}
     assert {path.name for path in run.statistics} <= read
     measured = set()
@@ -195,3 +211,54 @@ def test_other_budgets(run, budget, text):
     assert json.dumps(plan["slots"])
     with pytest.raises(PlanError, match="smallest plan is larger"):
         run.freeze("r", recipe | {text: 1}, run.encode(base)[0])
+
+
+@pytest.mark.parametrize("layout", ["cuda-exl3", "bank-plan"])
+def test_a_measured_plan_rests_on_probes_and_lists_them(run, layout):
+    def probes(name, rates, factor):
+        paths = []
+        for layer in LAYERS:
+            paths.append(run.root / f"probes/{name}/L{layer:02d}.json")
+            items = [
+                {"group": group, "rate": rate, "kl": factor[layer] * 4.0**-rate}
+                for group in ("gate_up", "down")
+                for rate in rates
+            ]
+            write_json(
+                paths[-1], {"schema": "trellisbank/probes/1", "layer": layer, "probes": items}
+            )
+        return paths
+
+    recipe = RECIPE | {"method": "measured", "layout": layout, "average_rate": 2.5, "margin": 3}
+    lists = probed_lists("r", recipe)
+    assert lists == ["base2-234"] + ["r.draft"] * (layout == "cuda-exl3")
+    write_base(
+        recipe=base_slice(recipe),
+        manifest_path=run.manifest,
+        statistics=[],
+        wanted_paths=run.paths("base2-234"),
+    )
+    ledgers, _ = run.encode("base2-234")
+    plans = []
+    for factor in ({0: 1.0, 1: 100.0}, {0: 100.0, 1: 1.0}):
+        base = probes("base2-234", [2], factor)
+        write_draft(
+            recipe=recipe,
+            ledgers=ledgers,
+            statistics=[],
+            wanted_paths=run.paths("r.draft"),
+            probes=base,
+        )
+        more, _ = run.encode("r.draft")
+        all_probes = base + probes("r.draft", [3, 4], factor) * (layout == "cuda-exl3")
+        plans.append(run.freeze("r", recipe, ledgers + more, [], all_probes))
+    for plan, dear in zip(plans, (1, 0), strict=True):
+        assert {item["path"].split("/")[0] for item in plan["read"]} == {"encoded", "probes"}
+        # Expert 1 of layer 1 saw no token and is protected.
+        free = [slot for slot in plan["slots"] if slot.get("expert") != 1]
+        rates = [slot["rate"] for slot in free if slot["layer"] == dear]
+        assert sum(rates) > sum(slot["rate"] for slot in free if slot["layer"] != dear)
+
+
+def test_other_methods_probe_nothing():
+    assert probed_lists("r", RECIPE) == probed_lists("r", RECIPE | {"method": "uniform"}) == []

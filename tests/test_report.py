@@ -12,9 +12,16 @@ import pytest
 
 from trellisbank.errors import ReportError
 from trellisbank.evaluate.bootstrap import compare_files
-from trellisbank.evaluate.scores import write_table
+from trellisbank.evaluate.scores import read_table, write_table
+from trellisbank.report.figures import kl_by_position
 from trellisbank.report.gather import error_by_layer, gather, layer_rates
-from trellisbank.report.page import format_bytes, format_number, worries, write_report
+from trellisbank.report.page import (
+    contests,
+    format_bytes,
+    format_number,
+    worries,
+    write_report,
+)
 
 TEMPLATES = Path(__file__).parents[1] / "report"
 HOSTILE = 'k2<script>alert("x")</script>&$x^$'
@@ -137,6 +144,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
             "average_rate": float(rate),
             "stored_bits_per_weight": rate + 0.19,
             "stored_bytes": int(layers * experts * 98304 * (rate + 0.19) / 8),
+            "predicted": None,
             "hash": f"{rate:064x}",
         }
         receipt = {
@@ -248,6 +256,76 @@ def test_page_shows_every_layer_release_and_panel(page, arguments):
         for quantity in ("kl", "nll_source"):
             assert format_number(comparison["quantities"][quantity]["low"]) in text
     assert "200 bootstrap draws" in text and "seed 0" in text
+
+
+@pytest.fixture(scope="module")
+def compared(arguments, tmp_path_factory):
+    """The run with its second release planned otherwise and held against the first."""
+    folder = tmp_path_factory.mktemp("compared")
+    plans = [json.loads(path.read_text()) for path in arguments["plans"]]
+    size = plans[1]["stored_bytes"]
+    plans[1] |= {
+        "method": "exact",
+        "layout": "bank-plan",
+        "slots": [
+            {"layer": layer, "expert": expert, "rate": "native" if layer == expert else 2}
+            for layer in range(6)
+            for expert in range(16)
+        ],
+        "predicted": {
+            "loss": 0.02,
+            "curve": [
+                {"stored_bytes": size, "cost": 0.02},
+                {"stored_bytes": 2 * size, "cost": 0.0},
+            ],
+        },
+    }
+    table, names = read_table(next(p for p in arguments["scores"] if "code" in p.name))
+    paths = [folder / "worse.parquet", folder / "base.parquet"]
+    for path, release, factor in zip(paths, (HOSTILE, "k3"), (1.5, 1), strict=True):
+        worse = table.assign(kl=factor * table["kl"])
+        write_table(path, worse, release=release, panel=names["panel"])
+    for path in paths:
+        compare_files(path, path.with_suffix(".json"), seed=0, draws=200, baseline_path=paths[1])
+    return arguments | {
+        "plans": [write(folder / f"{i}.json", plan) for i, plan in enumerate(plans)],
+        "comparisons": [*arguments["comparisons"], *(p.with_suffix(".json") for p in paths)],
+    }
+
+
+def test_releases_against_each_other_state_payload_and_whether_they_differ(compared, tmp_path):
+    equal, worse = contests(read(compared))
+    assert (equal["release"], worse["release"]) == ("k3", HOSTILE)
+    assert (equal["inside"], worse["inside"]) == (True, False)
+    assert (worse["method"], worse["payload"], worse["baseline_payload"]) == ("exact", 2.0, 3.0)
+    outline = Outline(write_report(tmp_path, **compared).read_text())
+    text = " ".join(outline.text)
+    assert "yes: no difference shown" in text
+    assert format_number(worse["quantities"]["kl_difference"]["low"], sign=True) in text
+    # A figure for each layout and panel, with one line a method, in place of that of all releases.
+    for panel in ("code", "prose"):
+        for layout in ("cuda-exl3", "bank-plan"):
+            assert f"kl-by-method-{layout}-{panel}" in outline.ids
+    assert "kl-by-bits" not in outline.ids
+
+
+def test_plans_show_what_was_predicted_and_the_rates_of_experts(compared, page, tmp_path):
+    text = write_report(tmp_path, **compared).read_text()
+    outline = Outline(text)
+    assert "predicted-loss-exact-bank-plan" in outline.ids and "#plans" in outline.links
+    rates = next(f for f in re.findall(r"<figure.*?</figure>", text, re.S) if "expert-rates" in f)
+    assert "K=2<" in rates and "native<" in rates
+    assert outline.open == [] and len(outline.ids) == len(set(outline.ids))
+    # A run of uniform releases has no such section.
+    assert "#plans" not in Outline(page).links
+
+
+def test_figures_of_single_releases_stop_at_six_and_say_so():
+    table = score_table(np.random.default_rng(0), 3, 4, 16)
+    for count, said in ((6, False), (7, True)):
+        figure = kl_by_position({f"r{i}": table for i in range(count)}, "code")
+        assert ("The first 6 releases" in figure.caption) == said
+        assert "r5<" in figure.svg and "r6<" not in figure.svg
 
 
 def test_names_are_escaped_in_text_and_figures(page):

@@ -5,7 +5,7 @@ import torch
 from cut import TINY
 from trellisbank.errors import CheckpointError, ConfigError
 from trellisbank.files import read_json
-from trellisbank.rows import build_rows, find_texts, load_tokenizer, read_ids
+from trellisbank.rows import build_rows, find_texts, load_tokenizer, pick_rows, read_ids
 from trellisbank.safetensors_io import write_tensors
 
 WORDS = "def f{0}(x):\n    return x + {0}\n\n"
@@ -40,6 +40,21 @@ def test_windows_are_pieces_of_the_token_stream(tmp_path, texts):
         assert row.tolist() == stream[window["first_token"] :][:64]
     firsts = [window["first_token"] for window in receipt["windows"]]
     assert firsts == sorted(set(firsts)) and firsts[-1] > len(stream) * 0.8
+
+
+@pytest.mark.parametrize(("windows", "places"), [(4, [0, 2, 5, 7]), (99, range(10))])
+def test_picked_rows_are_spread_over_all_splits(tmp_path, windows, places):
+    ids = torch.arange(40).reshape(10, 4)
+    for name, rows in (("a", ids[:3]), ("b", ids[3:])):
+        write_tensors(tmp_path / name, {"input_ids": rows.contiguous()})
+    pick_rows(
+        splits=[tmp_path / "a", tmp_path / "b"],
+        windows=windows,
+        ids_path=tmp_path / "picked",
+        receipt_path=tmp_path / "picked.json",
+    )
+    assert torch.equal(read_ids(tmp_path / "picked"), ids[list(places)])
+    assert read_json(tmp_path / "picked.json")["rows"] == list(places)
 
 
 def test_splits_are_the_whole_in_parts(tmp_path, texts):

@@ -6,6 +6,7 @@ import pytest
 import yaml
 
 from trellisbank.errors import ConfigError
+from trellisbank.plan.recipe import base_name, baselines
 from trellisbank.settings import check_windows, load_settings
 
 CONFIG = Path(__file__).parents[1] / "config"
@@ -22,6 +23,17 @@ def test_shipped_configuration_is_good_and_stays_as_it_is():
     assert before == GOOD
     assert settings["encode"]["sigma_reg"] == 0.025
     assert settings["recipes"]["K3"]["layout"] == "cuda-exl3"
+
+
+def test_the_configuration_of_the_comparison_is_good_and_every_arm_has_a_baseline():
+    settings = load(yaml.safe_load((CONFIG / "compare.yaml").read_text()))
+    recipes = settings["recipes"]
+    compared = baselines(recipes)
+    assert set(recipes) - set(compared) == set(compared.values())
+    # One base, and the bank and the captures of the shipped configuration.
+    assert len({base_name(recipes[name]) for name in compared.values()}) == 1
+    for key in ("bank_store", "calibration", "encode"):
+        assert settings[key] == load(GOOD)[key]
 
 
 def keys(schema, root, at=""):

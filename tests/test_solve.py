@@ -147,6 +147,18 @@ def test_the_curve_is_convex_and_no_plan_lies_below_it(table):
         assert cost >= np.interp(bits, x, y) - 1e-9
 
 
+def test_a_curve_of_few_points_keeps_both_ends():
+    slots = bank_plan_slots([0, 1, 2], 4, 128, 128)
+    blank = blank_table(slots, [2, 3, 4], 128 * 128, 0)
+    cost = np.array([[16.0, 4.0, 1.0]]) * np.arange(1, 13)[:, None]
+    whole = curve(replace(blank, cost=cost))
+    assert len(whole) == 1 + 2 * 12
+    few = curve(replace(blank, cost=cost), 5)
+    assert len(few) == 5 and few[0] == whole[0] and few[-1] == whole[-1]
+    assert all(point in whole for point in few)
+    assert curve(replace(blank, cost=cost), 99) == whole
+
+
 def test_slots_stand_in_their_order_by_name_whatever_order_they_come_in():
     slots = cuda_exl3_slots([0, 1], 2, 128, 128) + bank_plan_slots([2], 2, 128, 128)
     for order in itertools.permutations(slots):

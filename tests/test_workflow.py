@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from cut import cut_checkpoint
+from trellisbank.files import blake3_file
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -217,6 +218,30 @@ def test_a_measured_recipe_encodes_only_what_is_missing(clone, planned):
     assert "encode" not in jobs and "capture" not in jobs
     clone.snakemake("release", "--cores", "2")
     assert json.loads((run / "receipts/second/verify.json").read_text())["findings"] == []
+
+
+def test_probes_run_on_calibration_rows_and_are_shared(clone):
+    recipe = {"method": "measured", "average_rate": 2.5, "rates": [2, 3], "base_rate": 2}
+    clone.recipes = {"third": recipe, "fourth": recipe | {"layout": "bank-plan"}}
+    run = clone.folder / "results/cut"
+    plans = [f"results/cut/plan/{name}.json" for name in clone.recipes]
+    clone.snakemake(*plans, "--cores", "2")
+    lists = {path.parent.name for path in run.glob("probes/*/*.json")}
+    assert lists == {"base2-23", "third.draft"}
+    for path in plans:
+        plan = json.loads((clone.folder / path).read_text())
+        assert plan["average_rate"] == 2.5 and plan["predicted"]["loss"] > 0
+        folders = {item["path"].split("/")[0] for item in plan["read"]}
+        assert folders == {"encoded", "probes"}
+    # The rows are among those of the splits, the states stay, and no panel was read.
+    picked = json.loads((run / "rows/probe.json").read_text())
+    splits = sorted(run.glob("rows/split*.safetensors"))
+    assert picked["of"] == [blake3_file(path) for path in splits]
+    assert len(list(run.glob("forward/source/probe/*.state.safetensors"))) == 2
+    for path in run.glob("provenance/probe_slots/*.json"):
+        inputs = [item["path"] for item in json.loads(path.read_text())["inputs"]]
+        assert inputs and not any("/code" in path for path in inputs)
+    clone.recipes = {}
 
 
 def test_named_target_release_stops_before_scoring(clone, tmp_path):

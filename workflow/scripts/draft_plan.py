@@ -11,6 +11,7 @@ def main(job):
         recipe=job.params.recipe,
         ledgers=job.input.ledgers,
         statistics=job.input.statistics,
+        probes=job.input.probes,
         wanted_paths=job.output.wanted,
     )
 

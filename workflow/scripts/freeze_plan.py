@@ -15,6 +15,7 @@ def main(job):
         manifest_path=job.input.manifest,
         ledgers=job.input.ledgers,
         statistics=job.input.statistics,
+        probes=job.input.probes,
         root=Path(job.output.plan).parents[1],
         plan_path=job.output.plan,
     )

@@ -20,7 +20,7 @@ def main(job):
         ledgers=job.input.ledgers,
         captures=job.input.captures,
         hessians=job.input.hessians,
-        comparisons=job.input.comparisons,
+        comparisons=[*job.input.comparisons, *job.input.contests],
         scores=job.input.scores,
         records=job.input.records,
     )

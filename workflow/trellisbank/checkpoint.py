@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trellisbank.bank import GROUPS, Bank
 from trellisbank.errors import CheckpointError, FormatError
 from trellisbank.files import read_json
 from trellisbank.formats import bank_plan, fp8_block, mxfp4, trellis
@@ -212,6 +214,48 @@ def open_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     if (path / bank_plan.PLAN).exists():
         _add_banks(checkpoint)
     return checkpoint
+
+
+def overlay(source: Checkpoint, bank: Bank, keys: Mapping[tuple[int, int, str], str]) -> Checkpoint:
+    """Return the source with some experts as the bank has encoded them; nothing is written.
+
+    Every tensor that is taken from the bank is checked against its hash here, once.
+
+    Args:
+        source: What all else is read from; not changed.
+        bank: Where the encoded experts are.
+        keys: (layer, expert, matrix group) -> bank key.
+
+    Raises:
+        FormatError: A bank file is missing or changed.
+        CheckpointError: A key belongs to another expert or group.
+    """
+    changed = replace(source, weight_map=dict(source.weight_map), _headers=dict(source._headers))
+    for (layer, expert, group), key in keys.items():
+        header = bank.header(key)
+        entry = bank.entry(header)
+        place = (entry["layer"], entry["expert"], entry["group"])
+        if place != (layer, expert, group):
+            raise CheckpointError(
+                "A bank key belongs to another expert.",
+                file=header.path,
+                layer=layer,
+                expert=expert,
+                expected=f"layer {layer} expert {expert} {group}",
+                found="layer {} expert {} {}".format(*place),
+                fix="take the keys from the ledgers of this source",
+            )
+        for matrix in GROUPS[group]:
+            for part in ("weight", "scale"):
+                changed.weight_map.pop(f"{expert_stem(layer, expert, matrix)}.{part}", None)
+        named = {}
+        for name, info in header.tensors.items():
+            bank.tensor(header, name)
+            matrix, part = name.split(".")
+            named[f"{expert_stem(layer, expert, matrix)}.{part}"] = info
+        changed._headers[key] = replace(header, tensors=named)
+        changed.weight_map.update(dict.fromkeys(named, key))
+    return changed
 
 
 def _add_banks(checkpoint: Checkpoint) -> None:

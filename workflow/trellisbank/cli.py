@@ -122,7 +122,10 @@ def _parser() -> argparse.ArgumentParser:
     added.add_argument(
         "--stats", type=Path, nargs="+", default=[], help="forward/source/*/L??.stats.json"
     )
-    added.add_argument("--method", choices=["gain", "exact", "random"], default="exact")
+    added.add_argument("--method", choices=["gain", "exact", "measured", "random"], default="exact")
+    added.add_argument(
+        "--probes", type=Path, nargs="+", default=[], help="probes/*/L??.json, for measured"
+    )
     added.add_argument("--layout", choices=["cuda-exl3", "bank-plan"], default="cuda-exl3")
     added.add_argument(
         "--rates", type=_rate, nargs="+", default=[], help="bits a weight, or native (bank-plan)"
@@ -212,7 +215,8 @@ def _plan(options: argparse.Namespace) -> None:
     table = load_table(
         options.ledger,
         statistics=options.stats,
-        method="gain" if options.method == "gain" else "exact",
+        probes=options.probes,
+        method="exact" if options.method == "random" else options.method,
         layout=options.layout,
         rates=options.rates,
     )

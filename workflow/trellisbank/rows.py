@@ -210,3 +210,33 @@ def build_rows(
             "blake3": blake3_file(ids_path),
         },
     )
+
+
+def pick_rows(
+    *,
+    splits: Sequence[str | os.PathLike[str]],
+    windows: int,
+    ids_path: str | os.PathLike[str],
+    receipt_path: str | os.PathLike[str],
+) -> None:
+    """Write some rows of several files of rows, spread evenly over all of them in their order.
+
+    Args:
+        splits: Rows files of one window length.
+        windows: Rows to pick; all if there are fewer.
+        ids_path: Written: `input_ids` int64 [windows, window].
+        receipt_path: Written: which rows of which file, by hash.
+    """
+    ids = torch.cat([read_ids(path) for path in splits])
+    count = min(windows, len(ids))
+    places = torch.arange(count) * len(ids) // count
+    write_tensors(ids_path, {"input_ids": ids[places]})
+    write_json(
+        receipt_path,
+        {
+            "schema": "trellisbank/picked-rows/1",
+            "of": [blake3_file(path) for path in splits],
+            "rows": places.tolist(),
+            "blake3": blake3_file(ids_path),
+        },
+    )

@@ -107,13 +107,17 @@ def _config_error(error: ValidationError, file: str) -> ConfigError:
 def _cross_check(settings: dict[str, Any], file: str) -> None:
     names = list(settings["panels"]) + list(settings["recipes"])
     for name in names:
-        taken = name == "source" or name.startswith(("split", "base")) or name.endswith(".draft")
+        taken = (
+            name in ("source", "probe")
+            or name.startswith(("split", "base"))
+            or name.endswith(".draft")
+        )
         if taken or names.count(name) > 1:
             raise ConfigError(
                 "A panel or recipe has a name that is taken.",
                 file=file or None,
                 key=name,
-                expected="names other than `source`, `split...`, `base...`, `....draft`, used once",
+                expected="names other than source, probe, split..., base..., ....draft, used once",
                 fix=f"rename {name!r} in the configuration",
             )
     run = os.path.join(settings["results"], settings["run"])
@@ -157,7 +161,7 @@ def _check_recipe(key: str, recipe: dict[str, Any], file: str) -> None:
             found=", ".join(budgets) or "none",
             fix="average_rate: 3.5",
         )
-    if method in ("gain", "exact") and recipe["base_rate"] not in rates:
+    if method in ("gain", "exact", "measured") and recipe["base_rate"] not in rates:
         raise ConfigError(
             "A recipe's base rate is not among its rates.",
             file=file or None,

@@ -41,11 +41,12 @@ def route(cfg: ModelConfig, x: Tensor, gate: Tensor, bias: Tensor) -> tuple[Tens
 
 
 def expert_hidden(x: Tensor, w1: Tensor, w3: Tensor, limit: float) -> Tensor:
-    """Activation before `w2`, fp32 `[..., I]`: `silu(gate) * up`, clamped if limit > 0.
+    """Activation before `w2`, fp32 `[..., I]`, of a gate and an up rounded to bf16."""
+    return swiglu(linear(x, w1).float(), linear(x, w3).float(), limit)
 
-    The gate is clamped from above only.
-    """
-    gate, up = linear(x, w1).float(), linear(x, w3).float()
+
+def swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """`silu(gate) * up` of fp32 tensors, both clamped if limit > 0, the gate from above only."""
     if limit > 0:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up

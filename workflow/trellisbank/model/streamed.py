@@ -60,10 +60,7 @@ def stream_layer(
     cfg = model_config(opened.config)
     ids = read_ids(rows)
     check_rows(cfg, ids, Path(rows))
-    if state_before is None:
-        before = first_state(cfg, ids, load_shared(opened, cfg, "embed", device))
-    else:
-        before = _state_after(layer - 1, state_before, cfg, device)
+    before = load_before(opened, cfg, layer, ids, state_before, device)
     after, captured = advance(opened, cfg, layer, ids, before)
     save_state(Path(state_after), after, layer)
     if capture is not None:
@@ -77,6 +74,32 @@ def stream_layer(
             **layer_statistics(cfg, after, captured),
         },
     )
+
+
+def load_before(
+    checkpoint: Checkpoint,
+    cfg: ModelConfig,
+    layer: int,
+    ids: torch.Tensor,
+    path: Pathlike | None,
+    device: str,
+) -> State:
+    """Return the state that a layer starts from.
+
+    Args:
+        checkpoint: Gives the embedding, before layer 0.
+        cfg: Its model.
+        layer: Body layer.
+        ids: int64 `[rows, S]`.
+        path: State after the layer before; None for layer 0.
+        device: torch device.
+
+    Raises:
+        ForwardError: The state is of another layer or does not fit the model.
+    """
+    if path is None:
+        return first_state(cfg, ids, load_shared(checkpoint, cfg, "embed", device))
+    return _state_after(layer - 1, path, cfg, device)
 
 
 def _state_after(layer: int, path: Pathlike, cfg: ModelConfig, device: str) -> State:

@@ -35,6 +35,9 @@ from trellisbank.plan.ledger import Entries, Layer, Pathlike
 Floats = npt.NDArray[np.float64]
 Bits = npt.NDArray[np.int64]
 
+Probes = Mapping[tuple[int, str, int], float]
+"""(layer, group, rate) -> KL in nats a token of that group lowered alone; inf: the probe failed."""
+
 BIT_RATIO = 0.2536
 """Error left by one bit more, where nothing was measured: the median of the published table."""
 
@@ -128,9 +131,12 @@ def gain_cost(entry: Mapping[str, Any]) -> float:
 
 
 def _sum(entry: Mapping[str, Any], measure: str) -> float:
-    values = [matrix[measure] for matrix in entry["matrices"].values()]
-    good = all(value is not None and math.isfinite(value) and value >= 0 for value in values)
-    return math.fsum(values) if good else math.inf
+    return math.fsum(_known(matrix[measure]) for matrix in entry["matrices"].values())
+
+
+def _known(value: float | None) -> float:
+    """Return a measured energy or share, infinite if the measurement failed."""
+    return value if value is not None and math.isfinite(value) and value >= 0 else math.inf
 
 
 def ledger_table(
@@ -141,25 +147,29 @@ def ledger_table(
     layers: Mapping[int, Layer],
     rates: Sequence[Rate],
     estimate: bool = False,
+    probes: Probes | None = None,
 ) -> Table:
     """Return the costs of a layout's slots from what was measured.
 
     `gain` costs gain^2 x tokens x proxy error, summed over experts and matrices. `exact` costs
-    gain^2 x the error energy at the experts' outputs: that of `w2` as measured, that of `w1` and
-    `w3` as their share of error (proxy) times the output energy of `w2`. This takes an error of a
-    hidden activation to pass through SwiGLU and `w2` in proportion, which the energies at `w1` and
-    `w3` themselves, in units of the activation, would not.
+    gain^2 x the error energy at the experts' outputs, as measured there: that of `w2`, and that of
+    `w1` and `w3` through SwiGLU and `w2`. The energies at `w1` and `w3` themselves are in units of
+    the activation and cannot be added to those of `w2`.
+
+    `measured` costs what probes lost, in nats a token: a (layer, group) as it was probed, an expert
+    its share of the probes of its layer's groups, by the energies of `exact`. Gains play no part.
 
     An expert that no calibration token reached has no measurement. In a slot of one layer it counts
     as the mean of the others; a slot of its own is protected.
 
     Args:
-        method: `gain` or `exact`.
+        method: `gain`, `exact` or `measured`.
         layout: Serving layout.
         entries: What was encoded.
-        layers: Gain of each layer.
+        layers: Gain of each layer; not read by `measured`.
         rates: What may be chosen; a rate that is not measured for all of a slot is NaN there.
         estimate: Fill unmeasured rates from measured ratios. For drafts alone.
+        probes: (layer, group, rate) -> KL, for `measured`.
 
     Raises:
         PlanError: No entry, a layer without a gain, or a slot without any measurement.
@@ -172,8 +182,9 @@ def ledger_table(
             fix="run the encoding of the base rate first",
         )
     numbers = sorted({place[0] for place in entries})
+    probed = _probed(probes or {}, numbers, rates) if method == "measured" else None
     lacking = [number for number in numbers if number not in layers]
-    if lacking:
+    if lacking and probed is None:
         raise PlanError(
             "Layers with a ledger have no gain.",
             layer=lacking[0],
@@ -194,13 +205,21 @@ def ledger_table(
     value, tokens = _values(method, entries, numbers, experts, blank.rates)
     if estimate:
         value = _estimated(value, tokens, blank.rates)
+    if probed is not None:
+        value = _scaled(value, probed)
     cost = np.empty_like(blank.cost)
     for row, slot in enumerate(blank.slots):
         at = numbers.index(slot.layer)
         groups = [list(GROUPS).index(group) for group in slot.groups]
         part = value[at, groups].sum(axis=0)  # [experts, rates]
         summed = _sum_experts(part, tokens[at]) if slot.expert is None else part[slot.expert]
-        cost[row] = layers[slot.layer].gain ** 2 * summed
+        if probed is None:
+            cost[row] = layers[slot.layer].gain ** 2 * summed
+        elif slot.expert is not None:
+            cost[row] = summed
+        else:
+            direct = probed[at, groups[0]]
+            cost[row] = np.where(np.isnan(direct) & estimate, summed, direct)
     if NATIVE in blank.rates:
         cost[:, blank.rates.index(NATIVE)] = 0.0
     bare = [slot.name for slot, line in zip(blank.slots, cost, strict=True) if np.isnan(line).all()]
@@ -221,11 +240,6 @@ def _values(
     """Return cost [layers, groups, experts, rates] before gains, tokens [layers, experts]."""
     value = np.full((len(numbers), len(GROUPS), experts, len(rates)), np.nan)
     tokens = np.zeros((len(numbers), experts), dtype=np.int64)
-    output = {
-        (layer, expert): _sum(entry, "output_energy")
-        for (layer, expert, group, _), entry in entries.items()
-        if group == "down"
-    }
     for (layer, expert, group, rate), entry in entries.items():
         at = numbers.index(layer)
         tokens[at, expert] = entry["tokens"]
@@ -236,12 +250,58 @@ def _values(
         elif group == "down":
             cost = _sum(entry, "output_error_energy")
         else:
-            # Without `w2` of the expert there is no scale; infinite, so that it is protected.
-            cost = _sum(entry, "proxy_error") * output.get((layer, expert), math.inf)
+            cost = _known(entry.get("expert_error_energy"))
         value[at, list(GROUPS).index(group), expert, rates.index(rate)] = (
             cost if math.isfinite(cost) and entry["tokens"] else math.inf
         )
     return value, tokens
+
+
+def _probed(probes: Probes, numbers: list[int], rates: Sequence[Rate]) -> Floats:
+    """Return what probes lost, [layers, groups, rates]; NaN where there was none.
+
+    Raises:
+        PlanError: A group of a layer was not probed at any of the rates.
+    """
+    found = np.full((len(numbers), len(GROUPS), len(rates)), np.nan)
+    columns = sorted(set(rates), key=quarters)
+    for (layer, group, rate), loss in probes.items():
+        if layer in numbers and rate in columns:
+            found[numbers.index(layer), list(GROUPS).index(group), columns.index(rate)] = loss
+    bare = np.argwhere(np.isnan(found).all(axis=2)).tolist()
+    if bare:
+        raise PlanError(
+            "Probes are missing.",
+            layer=numbers[bare[0][0]],
+            tensor=list(GROUPS)[bare[0][1]],
+            expected=f"a probe of every layer and group at one of the rates {list(rates)}",
+            found=f"{len(bare)} without",
+            fix="give the probes of the recipe's base, of all layers",
+        )
+    return found
+
+
+def _scaled(value: Floats, probed: Floats) -> Floats:
+    """Bring error energies to what the nearest probed rate of their layer and group lost.
+
+    Args:
+        value: [layers, groups, experts, rates]; infinite where a measurement failed.
+        probed: [layers, groups, rates].
+
+    Returns:
+        Nats a token, as `value`. A failed probe makes all of its layer and group infinite.
+    """
+    scaled = np.full_like(value, np.inf)
+    for at, group in np.ndindex(probed.shape[:2]):
+        known = np.flatnonzero(~np.isnan(probed[at, group]))
+        for column in range(value.shape[3]):
+            nearest = int(known[np.abs(known - column).argmin()])
+            energies = value[at, group, :, nearest]
+            energy, loss = energies[np.isfinite(energies)].sum(), probed[at, group, nearest]
+            if energy > 0 and math.isfinite(loss):
+                own = value[at, group, :, column]
+                scaled[at, group, :, column] = np.where(np.isinf(own), own, own * (loss / energy))
+    return scaled
 
 
 def _estimated(value: Floats, tokens: npt.NDArray[np.int64], rates: Sequence[Rate]) -> Floats:
@@ -272,8 +332,7 @@ def _sum_experts(cost: Floats, tokens: npt.NDArray[np.int64]) -> Floats:
     reached = tokens > 0
     if not reached.any():
         return np.where(np.isnan(cost).any(axis=0), np.nan, np.inf)
-    total = cost[reached].sum(axis=0)
-    total = total + np.count_nonzero(~reached) * total / np.count_nonzero(reached)
+    total = cost[reached].sum(axis=0) * (len(reached) / np.count_nonzero(reached))
     return np.where(np.isnan(cost).any(axis=0), np.nan, total)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from trellisbank.errors import PlanError
 from trellisbank.plan.cost import Table, ledger_table, published_table
 from trellisbank.plan.layouts import Rate
-from trellisbank.plan.ledger import Pathlike, read_layers, read_ledgers
+from trellisbank.plan.ledger import Pathlike, read_layers, read_ledgers, read_probes
 from trellisbank.plan.recipe import describe
 from trellisbank.plan.solve import Solution, curve, next_best, smallest, solve
 
@@ -18,6 +18,7 @@ def load_table(
     ledgers: Sequence[Pathlike],
     *,
     statistics: Sequence[Pathlike] = (),
+    probes: Sequence[Pathlike] = (),
     method: str,
     layout: str,
     rates: Sequence[Rate] = (),
@@ -28,6 +29,7 @@ def load_table(
         ledgers: `encoded/{wanted}/L??.B??.json` of a run, or one published table (`.csv`), which
             has statistics, layout and rates of its own.
         statistics: `forward/source/{split}/L??.stats.json` of all splits.
+        probes: `probes/{wanted}/L??.json` of a run, for the method `measured`.
         method: Measure of the cost, see `cost.ledger_table`; a published table has one.
         layout: Serving layout.
         rates: What may be chosen; every rate that the ledgers hold if empty.
@@ -51,6 +53,7 @@ def load_table(
         layout=layout,
         entries=entries,
         layers=read_layers(statistics),
+        probes=read_probes(probes),
         rates=rates or sorted({rate for _, _, _, rate in entries}),
     )
 

@@ -8,10 +8,13 @@ import os
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
+from trellisbank.bank import GROUPS
 from trellisbank.errors import PlanError
 from trellisbank.files import read_json
 
 SCHEMA = "trellisbank/ledger/1"
+
+PROBES_SCHEMA = "trellisbank/probes/1"
 
 Pathlike = str | os.PathLike[str]
 Entries = dict[tuple[int, int, str, int], dict[str, Any]]
@@ -65,6 +68,64 @@ def read_ledgers(paths: Iterable[Pathlike]) -> Entries:
                     found=f"key {entry['key']}",
                     fix="use ledgers of one run: encoder, settings or captures differ",
                 )
+    return found
+
+
+def whole_slots(
+    entries: Entries, layer: int, experts: int
+) -> dict[tuple[str, int], dict[tuple[int, int, str], str]]:
+    """Return (group, rate) -> bank keys of all experts, where every expert of a layer is encoded.
+
+    Args:
+        entries: What was encoded.
+        layer: The layer.
+        experts: Routed experts a layer.
+
+    Returns:
+        In the order gate_up, down, then rates ascending; keys by (layer, expert, group).
+    """
+    found: dict[tuple[str, int], dict[tuple[int, int, str], str]] = {}
+    for (at, expert, group, rate), entry in sorted(entries.items()):
+        if at == layer:
+            found.setdefault((group, rate), {})[layer, expert, group] = entry["key"]
+    order = list(GROUPS)
+    return {
+        slot: found[slot]
+        for slot in sorted(found, key=lambda slot: (order.index(slot[0]), slot[1]))
+        if len(found[slot]) == experts
+    }
+
+
+def read_probes(paths: Iterable[Pathlike]) -> dict[tuple[int, str, int], float]:
+    """Read what lowering one matrix group of a layer alone was measured to lose.
+
+    Args:
+        paths: `probes/{wanted}/L??.json` of a run.
+
+    Returns:
+        (layer, group, rate) -> KL in nats a token; infinite where the probe failed.
+
+    Raises:
+        PlanError: Missing, or no probes.
+    """
+    found: dict[tuple[int, str, int], float] = {}
+    for path in paths:
+        probes = read_json(path, PlanError)
+        if probes.get("schema") != PROBES_SCHEMA:
+            raise PlanError(
+                "A file holds no probes.",
+                file=path,
+                expected=f"schema {PROBES_SCHEMA}",
+                found=probes.get("schema"),
+                fix="give the probes/{wanted}/L??.json files of a run",
+            )
+        for probe in probes["probes"]:
+            loss = probe["kl"]
+            # Rounding leaves a KL of nothing some 1e-16 below zero.
+            good = loss is not None and loss > -1e-9
+            found[probes["layer"], probe["group"], probe["rate"]] = (
+                max(loss, 0.0) if good else math.inf
+            )
     return found
 
 

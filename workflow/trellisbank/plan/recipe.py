@@ -12,10 +12,11 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trellisbank.files import read_json, write_json
+from trellisbank.files import canonical_json, read_json, write_json
 from trellisbank.plan.cost import Table, blank_table, frequency_table, ledger_table
 from trellisbank.plan.freeze import freeze
 from trellisbank.plan.layouts import (
+    CUDA_EXL3,
     Rate,
     Slot,
     Wanted,
@@ -25,13 +26,16 @@ from trellisbank.plan.layouts import (
     layout_slots,
     wanted_entries,
 )
-from trellisbank.plan.ledger import Entries, read_layers, read_ledgers
-from trellisbank.plan.solve import Solution, next_best, solve, uniform
+from trellisbank.plan.ledger import Entries, read_layers, read_ledgers, read_probes
+from trellisbank.plan.solve import Solution, curve, next_best, solve, uniform
 
 Pathlike = str | os.PathLike[str]
 
-MEASURED = ("gain", "exact")
+MEASURED = ("gain", "exact", "measured")
 """Methods that choose by what was measured while encoding."""
+
+CURVE_POINTS = 101
+"""Plans of other sizes that a frozen plan states the predicted loss of, for the report."""
 
 BUDGETS = ("average_rate", "stored_bits", "bytes")
 
@@ -47,9 +51,37 @@ def base_slice(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {"base_rate": recipe["base_rate"], "rates": sorted(encoded_rates(recipe))}
 
 
+def baselines(recipes: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Return what each recipe is compared with beside the source, where there is such a thing.
+
+    That is the first `exact` recipe of the same layout and budget; it has no baseline itself.
+    """
+    first: dict[str, str] = {}
+    for name, recipe in recipes.items():
+        if recipe["method"] == "exact":
+            first.setdefault(_contest(recipe), name)
+    found = {name: first.get(_contest(recipe)) for name, recipe in recipes.items()}
+    return {name: other for name, other in found.items() if other is not None and other != name}
+
+
+def _contest(recipe: Mapping[str, Any]) -> str:
+    return canonical_json([recipe["layout"], budget_of(recipe)])
+
+
 def needs_statistics(recipe: Mapping[str, Any]) -> bool:
     """Say whether a method reads the statistics of the captures (gains, routed tokens)."""
-    return recipe["method"] in (*MEASURED, "frequency")
+    return recipe["method"] in ("gain", "exact", "frequency")
+
+
+def probed_lists(name: str, recipe: Mapping[str, Any]) -> list[str]:
+    """Return the wanted lists whose whole matrix groups are probed for a recipe, by name.
+
+    `measured` probes its base, for the draft; where a matrix group of a layer is a slot, what the
+    draft names too, for the plan.
+    """
+    if recipe["method"] != "measured":
+        return []
+    return [base_name(recipe)] + [f"{name}.draft"] * (recipe["layout"] == CUDA_EXL3)
 
 
 def encoded_rates(recipe: Mapping[str, Any]) -> list[int]:
@@ -142,6 +174,7 @@ def write_draft(
     ledgers: Sequence[Pathlike],
     statistics: Sequence[Pathlike],
     wanted_paths: Sequence[Pathlike],
+    probes: Sequence[Pathlike] = (),
 ) -> None:
     """Write what a draft of the plan names beyond the base: its rates and the next-best ones.
 
@@ -151,7 +184,7 @@ def write_draft(
         PlanError: The budget cannot be met, or the ledgers do not cover the base.
     """
     entries = read_ledgers(ledgers)
-    table = _table(recipe, entries, statistics, estimate=True)
+    table = _table(recipe, entries, statistics, probes, estimate=True)
     experts = 1 + max(place[1] for place in entries)
     draft = solve(recipe["method"], table, budget_of(recipe))
     beyond = next_best(draft, recipe["margin"])
@@ -173,6 +206,7 @@ def _table(
     recipe: Mapping[str, Any],
     entries: Entries,
     statistics: Sequence[Pathlike],
+    probes: Sequence[Pathlike],
     estimate: bool,
 ) -> Table:
     return ledger_table(
@@ -182,6 +216,7 @@ def _table(
         layers=read_layers(statistics),
         rates=recipe["rates"],
         estimate=estimate,
+        probes=read_probes(probes),
     )
 
 
@@ -194,6 +229,7 @@ def freeze_recipe(
     statistics: Sequence[Pathlike],
     root: Pathlike,
     plan_path: Pathlike,
+    probes: Sequence[Pathlike] = (),
 ) -> None:
     """Freeze the plan of a recipe from its ledgers; see `freeze`.
 
@@ -203,9 +239,10 @@ def freeze_recipe(
     manifest = read_json(manifest_path)
     predicted = None
     if recipe["method"] in MEASURED:
-        table = _table(recipe, read_ledgers(ledgers), statistics, estimate=False)
+        table = _table(recipe, read_ledgers(ledgers), statistics, probes, estimate=False)
         found = solve(recipe["method"], table, budget_of(recipe))
-        rates, predicted = found.rates, describe(found)
+        rates = found.rates
+        predicted = describe(found) | {"curve": curve(table, CURVE_POINTS)}
     else:
         rates = unmeasured_rates(recipe, manifest, statistics)
     plan = freeze(
@@ -216,7 +253,7 @@ def freeze_recipe(
         rates=rates,
         experts=manifest["routed_experts"],
         ledgers=ledgers,
-        others=statistics,
+        others=[*statistics, *probes],
         root=root,
         predicted=predicted,
     )

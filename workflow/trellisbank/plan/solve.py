@@ -130,7 +130,7 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
 
     Args:
         method: `gain` and `frequency` take the steps that save most cost a bit first; `exact` is
-            optimal; `random` takes steps in an order drawn from `seed`.
+            optimal, and so is `measured`; `random` takes steps in an order drawn from `seed`.
         table: Costs by the method's own measure.
         budget: Exactly one of `average_rate` (payload bits a weight), `stored_bits` (a weight, with
             scales and markers) and `bytes` (stored).
@@ -160,14 +160,14 @@ def solve(method: str, table: Table, budget: Mapping[str, Any], seed: int = 0) -
         choice = greedy
         if method == "gain":
             bound = min(knapsack.relaxed(held.cost, size, room)[0], of_greedy)
-    elif method == "exact":
+    elif method in ("exact", "measured"):
         choice, bound = knapsack.exact(held.cost, size, room, greedy)
     elif method == "random":
         choice = _random(held, size, room, seed)
     else:
         raise PlanError(
             "A method is unknown.",
-            expected="gain, exact, random, frequency (or uniform, which needs no costs)",
+            expected="gain, exact, measured, random, frequency (or uniform, which needs no costs)",
             found=method,
             fix="correct the recipe's method in the configuration",
         )
@@ -201,11 +201,15 @@ def smallest(table: Table, limit: float) -> Solution:
     return Solution(held, choice, cost, bound, knapsack.total(size, greedy), protected)
 
 
-def curve(table: Table) -> list[dict[str, float | int]]:
+def curve(table: Table, most: int | None = None) -> list[dict[str, float | int]]:
     """Return predicted loss against bytes: the corners of the convex hull of all plans.
 
     Each corner is a plan, the best one of its size; between two neighbours no plan lies below the
     straight line. Corners where only equal steps follow are kept.
+
+    Args:
+        table: Costs.
+        most: Corners to return at most (two or more), spread evenly with both ends; all if None.
 
     Returns:
         `average_rate`, `stored_bits_per_weight`, `stored_bytes` and `cost`, by rising size.
@@ -218,10 +222,13 @@ def curve(table: Table) -> list[dict[str, float | int]]:
         cost = knapsack.total(held.cost, choice)
         points.append(Solution(held, choice, cost, None, cost, protected).sizes() | {"cost": cost})
 
-    note()
-    for _, row, _, column in sorted(steps):
+    wanted = set(range(len(steps) + 1))
+    if most is not None and most < len(wanted):
+        wanted = {number * len(steps) // (most - 1) for number in range(most)}
+    for number, (_, row, _, column) in enumerate([(0.0, 0, 0, choice[0]), *sorted(steps)]):
         choice[row] = column
-        note()
+        if number in wanted:
+            note()
     return points
 
 

@@ -20,8 +20,10 @@ from trellisbank.files import blake3_file, digest_json, read_json, write_json
 from trellisbank.model.config import ModelConfig, model_config
 from trellisbank.model.state import CAPTURED
 from trellisbank.quantize.backend import Choice, choose_backend
-from trellisbank.quantize.expert import EncodedMatrix, Options, Work
+from trellisbank.quantize.decode_torch import decode
+from trellisbank.quantize.expert import CODEBOOK, EncodedMatrix, Options, Work
 from trellisbank.quantize.hessian import Capture, Hessian, expert_hessians, statistics
+from trellisbank.quantize.output_error import gate_up_error
 from trellisbank.safetensors_io import map_tensor, read_header, tensor_bytes
 
 Pathlike = str | os.PathLike[str]
@@ -36,10 +38,12 @@ class Missing(Work):
     Attributes:
         key: under which it goes there.
         entry: what was wanted: layer, expert, group, rate.
+        expert: all matrices of the expert, bf16 `[out, in]`.
     """
 
     key: str
     entry: dict[str, Any]
+    expert: Mapping[str, torch.Tensor]
 
 
 def map_captures(paths: Sequence[Pathlike], layer: int) -> list[Capture]:
@@ -178,10 +182,10 @@ def encode_block(
     hashes = {e: _weight_hashes(checkpoint, layer, e) for e in {w["expert"] for w in wanted}}
     keys = [
         expert_key(
-            weights={name: hashes[entry["expert"]][name] for name in _read(layer, entry)},
+            weights=hashes[entry["expert"]],
             captures=digest_json(receipt["captures"]),
             rate=entry["rate"],
-            parameters=parameters,
+            parameters=parameters | {"group": entry["group"]},
             encoder=encoder.encoder,
             encoder_version=encoder.version,
             device_class=encoder.device_class,
@@ -206,6 +210,7 @@ def encode_block(
                         rate=entry["rate"],
                         key=key,
                         entry=entry,
+                        expert=weights,
                     )
 
         with ThreadPoolExecutor(1) as writer:
@@ -214,7 +219,18 @@ def encode_block(
             writes: list[Future[None]] = []
             for work, encoded in encoder.encode(works()):
                 assert isinstance(work, Missing)
-                writes.append(writer.submit(_put, check, store, work, encoded))
+                # Not in the writer: torch's number of threads is the encoder's to set.
+                more: dict[str, Any] = {}
+                if work.entry["group"] == "gate_up":
+                    more["expert_error_energy"] = gate_up_error(
+                        mapped,
+                        work.entry["expert"],
+                        work.expert,
+                        _stored(work, encoded),
+                        cfg.swiglu_limit,
+                        down_weighting == "route",
+                    )
+                writes.append(writer.submit(_put, check, store, work, encoded, more))
                 if check.done():
                     check.result()
                 progress(
@@ -235,25 +251,37 @@ def encode_block(
 
 
 def _put(
-    check: Future[None], store: Bank, work: Missing, encoded: dict[str, EncodedMatrix]
+    check: Future[None],
+    store: Bank,
+    work: Missing,
+    encoded: dict[str, EncodedMatrix],
+    more: dict[str, Any],
 ) -> None:
     check.result()
-    entry = work.entry | _measured(work.key, work.hessian, encoded)
+    entry = work.entry | _measured(work.key, work.hessian, encoded) | more
     store.put(work.key, _tensors(encoded), entry)
 
 
-def _read(layer: int, entry: Mapping[str, Any]) -> list[str]:
-    """Tensors that an encoding reads: the down Hessian needs gate and up too."""
-    matrices = GROUPS["gate_up"] if entry["group"] == "gate_up" else ("w1", "w3", "w2")
-    return [
-        f"{expert_stem(layer, entry['expert'], matrix)}.{part}"
-        for matrix in matrices
-        for part in ("weight", "scale")
-    ]
+def _stored(work: Missing, encoded: Mapping[str, EncodedMatrix]) -> dict[str, torch.Tensor]:
+    """What a release will hold, fp32 `[out, in]`, on the device of the expert."""
+    device = work.expert["w1"].device
+    return {
+        matrix: decode({part: t.to(device) for part, t in of.tensors.items()}, CODEBOOK).T
+        for matrix, of in encoded.items()
+    }
 
 
 def _weight_hashes(checkpoint: Checkpoint, layer: int, expert: int) -> dict[str, str]:
-    names = _read(layer, {"expert": expert, "group": "down"})
+    """Hash of each stored tensor of an expert.
+
+    An encoding speaks of all three matrices: the down Hessian needs gate and up, and the error of
+    gate and up is measured behind `w2`.
+    """
+    names = [
+        f"{expert_stem(layer, expert, matrix)}.{part}"
+        for matrix in ("w1", "w3", "w2")
+        for part in ("weight", "scale")
+    ]
     return {name: blake3(tensor_bytes(checkpoint.tensor(name))).hexdigest() for name in names}
 
 

@@ -9,6 +9,8 @@ stays apart for colour-blind eyes, with a blue light enough for a dark page).
 from __future__ import annotations
 
 import io
+import itertools
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +24,8 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure as Canvas
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from trellisbank.plan.layouts import NATIVE, NATIVE_QUARTERS
+
 COLOURS = ["#1c83c4", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9"]
 MARKERS = ["o", "s", "^", "D", "v", "P"]
 DASHES = ["-", "--", ":", "-."]
@@ -31,6 +35,14 @@ REFERENCE = "#8a8a8a"
 # Inches; a figure fits a phone's width without being scaled down.
 SIZE = (4.9, 3.1)
 POSITION_BUCKETS = 16
+LOSS_UNITS = {
+    "gain": "gain\u00b2 x tokens x proxy error",
+    "exact": "gain\u00b2 x error energy at the output",
+    "measured": "added-up KL of probes, nats/token",
+}
+NATIVE_BITS = NATIVE_QUARTERS / 4
+# Releases that figures of single releases show: more lines could not be told apart.
+MOST_RELEASES = len(COLOURS)
 HISTOGRAM_EDGES = np.arange(-8.0, 2.25, 0.25)
 STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
@@ -331,6 +343,112 @@ def kl_by_bits(
     )
 
 
+def predicted_loss(plans: Sequence[Mapping[str, Any]], method: str, layout: str) -> Figure:
+    """What a method predicts of plans of all sizes, and the plans that were frozen.
+
+    Args:
+        plans: Frozen plans of one method and layout: `recipe`, `stored_bytes`, `predicted`.
+        method: The method.
+        layout: The layout.
+    """
+    power, unit = (9, "GB") if max(plan["stored_bytes"] for plan in plans) > 1e9 else (6, "MB")
+
+    def paint(axes: Axes) -> None:
+        for index, plan in enumerate(plans):
+            points = plan["predicted"]["curve"]
+            colour = COLOURS[index % len(COLOURS)]
+            axes.plot(
+                [point["stored_bytes"] / 10**power for point in points],
+                # Nothing is lost where all keep the source's format; it has no logarithm.
+                [point["cost"] or math.nan for point in points],
+                color=colour,
+                linestyle=DASHES[index % len(DASHES)],
+            )
+            axes.plot(
+                [plan["stored_bytes"] / 10**power],
+                [plan["predicted"]["loss"] or math.nan],
+                marker=MARKERS[index % len(MARKERS)],
+                color=colour,
+                linestyle="none",
+                label=plan["recipe"],
+            )
+        axes.set_xlabel(f"stored bytes of the routed experts, {unit}")
+        axes.set_ylabel(LOSS_UNITS[method])
+        _plain_log(axes)
+
+    return draw(
+        f"predicted-loss-{method}-{_anchor(layout)}",
+        f"Loss that {method} predicts against stored bytes, layout {layout}: the line joins the "
+        "best plans of their sizes (the convex hull of all plans over the rates that were "
+        "measured), the marker is the plan that was frozen. Predictions of different methods are "
+        "in different units.",
+        paint,
+    )
+
+
+def expert_rates(plan: Mapping[str, Any]) -> Figure:
+    """How many experts of each layer have which rate, for a plan with one rate an expert."""
+
+    def paint(axes: Axes) -> None:
+        slots = pd.DataFrame(plan["slots"])
+        slots["bits"] = slots["rate"].map(lambda rate: NATIVE_BITS if rate == NATIVE else rate)
+        names = dict(zip(slots["bits"], slots["rate"], strict=True))
+        counts = pd.crosstab(slots["layer"], slots["bits"])
+        below = np.zeros(len(counts))
+        for index, bits in enumerate(counts.columns):
+            here = counts[bits].to_numpy()
+            axes.bar(
+                counts.index,
+                here,
+                bottom=below,
+                color=COLOURS[index % len(COLOURS)],
+                width=0.8,
+                label=names[bits] if names[bits] == NATIVE else f"K={names[bits]}",
+            )
+            below = below + here
+        axes.set_ylabel("experts")
+        _layer_axis(axes, counts.index)
+
+    return draw(
+        f"expert-rates-{_anchor(plan['recipe'])}",
+        f"Experts of each layer by their rate in release {plan['recipe']} ({plan['method']}, "
+        f"{plan['average_rate']:.4g} bits of payload a weight).",
+        paint,
+    )
+
+
+def kl_by_method(points: Sequence[Mapping[str, Any]], panel: str, layout: str) -> Figure:
+    """Mean KL of the releases of one layout against their stored bits, one line a method.
+
+    Args:
+        points: `method`, `bits`, `mean`, `low`, `high` (the interval may be None).
+        panel: Name of the panel.
+        layout: The layout.
+    """
+
+    def paint(axes: Axes) -> None:
+        methods = sorted({point["method"] for point in points})
+        # Equal sizes would put the intervals on top of one another.
+        apart = 0.015 * max(1.0, np.ptp([point["bits"] for point in points]))
+        for index, method in enumerate(methods):
+            mine = sorted((p for p in points if p["method"] == method), key=lambda p: p["bits"])
+            shift = apart * (index - (len(methods) - 1) / 2)
+            mine = [{**point, "bits": point["bits"] + shift} for point in mine]
+            _bars(axes, mine, COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], method)
+        axes.set_xlabel("stored bits a weight of the routed experts")
+        axes.set_ylabel("KL(source || release), nats/token")
+        _plain_log(axes)
+
+    return draw(
+        f"kl-by-method-{_anchor(layout)}-{_anchor(panel)}",
+        f"Mean KL over the full vocabulary on panel {panel} against stored bits a weight, layout "
+        f"{layout}, one line a method, with the interval of the table. Methods of one size stand "
+        "side by side. Whether two differ is said by their paired difference in the table "
+        "of releases against each other, whose interval is narrower than these.",
+        paint,
+    )
+
+
 def _bars(
     axes: Axes,
     points: Sequence[Mapping[str, Any]],
@@ -360,7 +478,7 @@ def kl_histogram(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """Distribution of the tokens' KL, one step line a release."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             kl = table["kl"].to_numpy()
             kl = kl[np.isfinite(kl)]
             # What lies below the axis, exact zeros with it, is drawn in the first bin.
@@ -391,7 +509,7 @@ def kl_by_position(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """Mean KL by position in the window."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             position = table["position"].to_numpy()
             width = -(-int(position.max()) // POSITION_BUCKETS)
             mean = table.groupby((position - 1) // width)["kl"].mean()
@@ -418,7 +536,7 @@ def window_difference(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     """NLL difference of each window against the source's NLL of that window."""
 
     def paint(axes: Axes) -> None:
-        for index, (release, table) in enumerate(tables.items()):
+        for index, (release, table) in enumerate(_shown(tables).items()):
             means = table.groupby("row")[["nll_source", "nll_release"]].mean()
             axes.plot(
                 means["nll_source"],
@@ -441,9 +559,14 @@ def window_difference(tables: Mapping[str, pd.DataFrame], panel: str) -> Figure:
     )
 
 
+def _shown(tables: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    return dict(itertools.islice(tables.items(), MOST_RELEASES))
+
+
 def _scored(tables: Mapping[str, pd.DataFrame]) -> str:
     table = next(iter(tables.values()))
-    return f"n = {table['row'].nunique():,} windows, {len(table):,} tokens a release."
+    first = f" The first {MOST_RELEASES} releases." if len(tables) > MOST_RELEASES else ""
+    return f"n = {table['row'].nunique():,} windows, {len(table):,} tokens a release.{first}"
 
 
 def _anchor(name: str) -> str:

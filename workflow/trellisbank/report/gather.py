@@ -59,7 +59,8 @@ def gather(
         manifest: `source/manifest.json`: `architecture`, `layers` (a list with one kind a layer),
             `routed_experts`, `experts_per_token`, `tensor_count`, `tensor_bytes`.
         plans: `plan/{recipe}.json`: `recipe`, `method`, `layout`, `slots` (`layer`, `group`
-            or `expert`, `rate`), `average_rate`, `stored_bits_per_weight`, `stored_bytes`, `hash`.
+            or `expert`, `rate`), `average_rate`, `stored_bits_per_weight`, `stored_bytes`, `hash`,
+            `predicted` (null, or `loss` and the points of `curve`: `stored_bytes`, `cost`).
         receipts: `repack-report.json` of each release: `plan` (hash), `tensors`, `tensor_bytes`,
             `dropped.tensors`, `dropped.bytes`, `kept.tensors`, `added.tensors`.
         ledgers: `encoded/{wanted}/L??.B??.json`: `entries` with `layer`, `expert`, `group`, `rate`,

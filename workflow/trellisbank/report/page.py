@@ -97,7 +97,7 @@ def write_report(
         run=run,
         data=data,
         quality=_quality(data),
-        against=[item for item in data.comparisons if item["baseline"] != "source"],
+        against=contests(data),
         worries=worries(data, few_tokens),
         layers=_layer_lines(data, errors),
         figures=_figures(data, errors, published, few_tokens),
@@ -139,6 +139,41 @@ def _quality(data: Run) -> list[dict[str, Any]]:
     order = {item["name"]: index for index, item in enumerate(data.releases)}
     mine = [item for item in data.comparisons if item["baseline"] == "source"]
     return sorted(mine, key=lambda item: (order.get(item["release"], len(order)), item["panel"]))
+
+
+def contests(data: Run) -> list[dict[str, Any]]:
+    """Return the comparisons between releases, those of the larger loss in KL last.
+
+    Returns:
+        Each comparison as it is, with `method` and `payload` of the release, `baseline_payload`
+        (average rates), and `inside`: whether the interval of the KL difference holds zero, None
+        where it has none.
+    """
+    plans = {item["name"]: item["plan"] for item in data.releases}
+    found = []
+    for item in data.comparisons:
+        if item["baseline"] == "source":
+            continue
+        release, baseline = plans.get(item["release"], {}), plans.get(item["baseline"], {})
+        difference = item["quantities"]["kl_difference"]
+        bounds = (difference["low"], difference["high"])
+        found.append(
+            item
+            | {
+                "method": release.get("method"),
+                "payload": release.get("average_rate"),
+                "baseline_payload": baseline.get("average_rate"),
+                "inside": None if None in bounds else bounds[0] <= 0 <= bounds[1],
+            }
+        )
+    return sorted(
+        found,
+        key=lambda item: (
+            item["baseline"],
+            item["panel"],
+            item["quantities"]["kl_difference"]["mean"] or 0.0,
+        ),
+    )
 
 
 def worries(data: Run, few_tokens: int) -> list[dict[str, Any]]:
@@ -296,14 +331,25 @@ def _figures(
     """Figures by section of the page."""
     experts = data.manifest["routed_experts"]
     bits = {item["name"]: item["plan"]["stored_bits_per_weight"] for item in data.releases}
+    plans = {item["name"]: item["plan"] for item in data.releases}
     points = [
         {"panel": item["panel"], "bits": bits[item["release"]]}
+        | {name: plans[item["release"]][name] for name in ("method", "layout")}
         | {name: item["quantities"]["kl"][name] for name in ("mean", "low", "high")}
         for item in _quality(data)
         if item["release"] in bits and item["quantities"]["kl"]["mean"]
     ]
-    drawn: dict[str, list[Figure]] = {"loss": [], "errors": [], "routing": []}
-    if points:
+    drawn: dict[str, list[Figure]] = {"plans": _plan_figures(list(plans.values()))}
+    drawn |= {"loss": [], "errors": [], "routing": []}
+    arms = sorted({(point["panel"], point["layout"]) for point in points})
+    if len({point["method"] for point in points}) > 1:
+        drawn["loss"] += [
+            figures.kl_by_method(
+                [p for p in points if (p["panel"], p["layout"]) == (panel, layout)], panel, layout
+            )
+            for panel, layout in arms
+        ]
+    elif points:
         drawn["loss"].append(figures.kl_by_bits(points, published["kl"]))
     for panel in sorted({panel for _, panel in data.scores}):
         tables = {release: table for (release, at), table in data.scores.items() if at == panel}
@@ -327,3 +373,15 @@ def _figures(
             figures.gain(data.layers),
         ]
     return drawn
+
+
+def _plan_figures(plans: Sequence[Mapping[str, Any]]) -> list[Figure]:
+    """What was predicted, by method and layout, and the rates of releases with one an expert."""
+    alike: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
+    for plan in plans:
+        if plan["predicted"] is not None:
+            alike.setdefault((plan["method"], plan["layout"]), []).append(plan)
+    return [
+        *(figures.predicted_loss(of, *kind) for kind, of in alike.items()),
+        *(figures.expert_rates(plan) for plan in plans if "expert" in plan["slots"][0]),
+    ]
