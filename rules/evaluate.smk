@@ -27,10 +27,33 @@ rule score:
         code=code("score"),
         source=settings["source"],
         release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
+        name=lambda wildcards: wildcards.recipe,
     message:
         "Score release {wildcards.recipe} against the source on panel {wildcards.panel}"
     script:
         "../workflow/scripts/score.py"
+
+
+use rule score as score_floor with:
+    input:
+        rows="<run>/rows/{panel}.safetensors",
+        source="<run>/forward/source/{panel}/hidden.safetensors",
+        release=f"<run>/forward/{FLOOR}/{{panel}}/hidden.safetensors",
+    output:
+        table=f"<run>/scores/{FLOOR}/{{panel}}.parquet",
+        summary=f"<run>/scores/{FLOOR}/{{panel}}.json",
+        record="<run>/provenance/score_floor/{panel}.json",
+    log:
+        "<run>/logs/score_floor/{panel}.log",
+    benchmark:
+        "<run>/benchmarks/score_floor/{panel}.tsv"
+    params:
+        code=code("score"),
+        source=settings["source"],
+        release=settings["source"],
+        name=FLOOR,
+    message:
+        "Score the source against itself with other sums, on panel {wildcards.panel}"
 
 
 rule compare:
@@ -59,6 +82,20 @@ rule compare:
         "Intervals of release {wildcards.recipe} on panel {wildcards.panel}"
     script:
         "../workflow/scripts/compare.py"
+
+
+use rule compare as compare_floor with:
+    input:
+        table=rules.score_floor.output.table,
+    output:
+        comparison=f"<run>/compare/{FLOOR}/{{panel}}.json",
+        record="<run>/provenance/compare_floor/{panel}.json",
+    log:
+        "<run>/logs/compare_floor/{panel}.log",
+    benchmark:
+        "<run>/benchmarks/compare_floor/{panel}.tsv"
+    message:
+        "Noise floor of panel {wildcards.panel}"
 
 
 use rule compare as compare_recipes with:

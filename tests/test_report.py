@@ -72,7 +72,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
         "tensor_bytes": 14_000_000,
     }
     files = {name: [] for name in ("plans", "receipts", "ledgers", "captures", "hessians")}
-    files |= {"comparisons": [], "scores": [], "records": []}
+    files |= {"comparisons": [], "floors": [], "scores": [], "records": []}
     routed = random.dirichlet(np.full(experts, 2.5), layers) * 3 * 16384
     routed[layers - 1, experts - 1] = 4
     for layer in range(layers):
@@ -165,6 +165,11 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
             comparison = folder / f"comparisons/{rate}.{panel}.json"
             compare_files(table, comparison, seed=0, draws=200)
             files["comparisons"].append(comparison)
+    for panel in ("code", "prose"):
+        table, floor = (folder / f"{kind}/floor.{panel}" for kind in ("scores", "floors"))
+        write_table(table, score_table(random, 9, windows, length), release="floor", panel=panel)
+        compare_files(table, floor, seed=0, draws=200)
+        files["floors"].append(floor)
     record = {
         "rule": "encode",
         "code": "c0ffee",
@@ -256,6 +261,17 @@ def test_page_shows_every_layer_release_and_panel(page, arguments):
         for quantity in ("kl", "nll_source"):
             assert format_number(comparison["quantities"][quantity]["low"]) in text
     assert "200 bootstrap draws" in text and "seed 0" in text
+
+
+def test_noise_floor_stands_in_every_table_of_losses(page, compared, arguments, tmp_path):
+    for path in arguments["floors"]:
+        low = json.loads(path.read_text())["quantities"]["kl"]["low"]
+        assert format_number(low) in " ".join(Outline(page).text)
+    assert page.count("Noise floor</th>") == 2
+    both = write_report(tmp_path, **compared).read_text()
+    assert both.count("Noise floor</th>") == 3
+    without = write_report(tmp_path, **arguments | {"floors": []}).read_text()
+    assert "oise floor" not in without
 
 
 @pytest.fixture(scope="module")

@@ -114,6 +114,8 @@ def test_everything_is_there_and_the_source_is_as_it_was(clone):
     report = json.loads((run / "receipts/main/repack-report.json").read_text())
     assert report["dropped"]["tensors"] == 2 * 4 * 6
     compared = json.loads((run / "compare/main/code.json").read_text())["quantities"]
+    floor = json.loads((run / "compare/floor/code.json").read_text())["quantities"]
+    assert 0 < floor["kl"]["mean"] < compared["kl"]["mean"] / 2
     assert compared["kl"]["low"] > 0
     # States are temporary; what is dear or small stays.
     assert not list(run.glob("forward/**/*.state.safetensors"))

@@ -22,6 +22,7 @@ def main(job):
         hessians=job.input.hessians,
         comparisons=[*job.input.comparisons, *job.input.contests],
         scores=job.input.scores,
+        floors=job.input.floors,
         records=job.input.records,
     )
 

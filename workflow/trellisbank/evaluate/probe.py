@@ -16,7 +16,8 @@ import torch
 
 from trellisbank.bank import Bank
 from trellisbank.checkpoint import open_checkpoint, overlay
-from trellisbank.evaluate.scores import checkpoint_head, finite_number, score_tokens
+from trellisbank.evaluate.scores import checkpoint_head, score_tokens
+from trellisbank.evaluate.summary import finite_number
 from trellisbank.files import blake3_file, write_json
 from trellisbank.model.config import model_config
 from trellisbank.model.forward import advance, check_rows, finish

@@ -26,7 +26,8 @@ class Run:
 
     `manifest` is the source's; `releases` holds a plan and its receipt each, in the order of the
     plans given. The tables: `matrices` one line an encoded matrix, `layers` one line a layer of the
-    source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel).
+    source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel),
+    `floors` by panel.
     """
 
     manifest: dict[str, Any]
@@ -35,6 +36,7 @@ class Run:
     layers: pd.DataFrame
     hessians: pd.DataFrame
     comparisons: list[dict[str, Any]]
+    floors: dict[str, dict[str, Any]]
     scores: dict[tuple[str, str], pd.DataFrame]
     versions: dict[str, list[str]]
     code: dict[str, list[str]]
@@ -50,6 +52,7 @@ def gather(
     captures: Paths,
     hessians: Paths,
     comparisons: Paths,
+    floors: Paths,
     scores: Paths,
     records: Paths,
 ) -> Run:
@@ -74,6 +77,7 @@ def gather(
             left out because a value was not finite) and `rank_deficiency` (null if the matrix is
             not finite).
         comparisons: As `bootstrap.compare_files` writes them.
+        floors: The same, of the source with its sums in another order: one a panel.
         scores: As `scores.write_table` writes them.
         records: Records of jobs, any number: `rule`, `code`, `versions`.
 
@@ -96,6 +100,7 @@ def gather(
         layers=_layers(captures),
         hessians=_hessians(hessians),
         comparisons=[_read(path) for path in comparisons],
+        floors={_get(item, "panel", path): item for path in floors for item in [_read(path)]},
         scores={(names["release"], names["panel"]): table for table, names in tables},
         versions={name: sorted(found) for name, found in sorted(versions.items())},
         code={name: sorted(found) for name, found in sorted(code.items())},

@@ -38,6 +38,7 @@ def write_report(
     hessians: Paths,
     comparisons: Paths,
     scores: Paths,
+    floors: Paths = (),
     records: Paths = (),
 ) -> Path:
     """Write `index.html` from the small files of a run. The same files give the same bytes.
@@ -60,6 +61,7 @@ def write_report(
         hessians: Receipts of the Hessians of each layer.
         comparisons: Comparisons of each release and panel, with the source or among releases.
         scores: Score tables of each release and panel.
+        floors: Comparison of the source with itself, its sums in another order, for each panel.
         records: Records of jobs, from which versions and code digests are taken.
 
     Returns:
@@ -76,6 +78,7 @@ def write_report(
         captures=captures,
         hessians=hessians,
         comparisons=comparisons,
+        floors=floors,
         scores=scores,
         records=records,
     )
