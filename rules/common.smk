@@ -34,6 +34,8 @@ except TrellisbankError as trouble:
 
 RUN = f"{settings['results']}/{settings['run']}"
 CALIBRATION, PANELS, RECIPES = settings["calibration"], settings["panels"], settings["recipes"]
+# Panels on which the source's NLL is known beforehand.
+BELIEVED = [name for name, panel in settings["panels"].items() if "source_nll" in panel]
 SPLITS = [f"split{number}" for number in range(CALIBRATION["splits"])]
 SHARDS = [shard.removesuffix(".safetensors") for shard in SOURCE.shards]
 LAYERS = [f"L{layer:02d}" for layer in range(MODEL.num_hidden_layers)]

@@ -120,3 +120,69 @@ use rule compare as compare_recipes with:
         "<run>/benchmarks/compare_recipes/{recipe}.{baseline}.{panel}.tsv"
     message:
         "Intervals of release {wildcards.recipe} against {wildcards.baseline} on {wildcards.panel}"
+
+
+rule judge:
+    input:
+        comparisons=lambda wildcards: expand(
+            rules.compare.output.comparison, recipe=wildcards.recipe, panel=PANELS
+        ),
+    output:
+        verdict="<run>/gates/{recipe}.json",
+        record="<run>/provenance/judge/{recipe}.json",
+    log:
+        "<run>/logs/judge/{recipe}.log",
+    benchmark:
+        "<run>/benchmarks/judge/{recipe}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        code=code("judge"),
+        gates=settings["gates"],
+    message:
+        "Hold release {wildcards.recipe} against the gates"
+    script:
+        "../workflow/scripts/judge.py"
+
+
+# After the report, so that it is there to say why.
+rule enforce_gates:
+    input:
+        page="<run>/report/index.html",
+        verdicts=expand(rules.judge.output.verdict, recipe=RECIPES),
+    output:
+        passed="<run>/gates/passed.json",
+        record="<run>/provenance/enforce_gates/all.json",
+    log:
+        "<run>/logs/enforce_gates.log",
+    benchmark:
+        "<run>/benchmarks/enforce_gates.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        code=code("enforce_gates"),
+    message:
+        "Require that every release passes its gates"
+    script:
+        "../workflow/scripts/enforce_gates.py"
+
+
+rule check_reference:
+    input:
+        hidden="<run>/forward/source/{panel}/hidden.safetensors",
+    output:
+        receipt="<run>/gates/reference/{panel}.json",
+        record="<run>/provenance/check_reference/{panel}.json",
+    log:
+        "<run>/logs/check_reference/{panel}.log",
+    benchmark:
+        "<run>/benchmarks/check_reference/{panel}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        code=code("check_reference"),
+        nll=lambda wildcards: settings["panels"][wildcards.panel]["source_nll"],
+    message:
+        "Is the source's NLL on panel {wildcards.panel} what it must be?"
+    script:
+        "../workflow/scripts/check_reference.py"

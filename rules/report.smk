@@ -22,6 +22,7 @@ rule report:
                 panel=PANELS,
             )
         ],
+        verdicts=expand(rules.judge.output.verdict, recipe=RECIPES),
         scores=expand(rules.score.output.table, recipe=RECIPES, panel=PANELS),
         records=expand(
             rules.encode.output.record,

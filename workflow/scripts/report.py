@@ -23,6 +23,7 @@ def main(job):
         comparisons=[*job.input.comparisons, *job.input.contests],
         scores=job.input.scores,
         floors=job.input.floors,
+        verdicts=job.input.verdicts,
         records=job.input.records,
     )
 

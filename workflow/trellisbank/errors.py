@@ -78,6 +78,10 @@ class ForwardError(TrellisbankError):
     """Rows or states that the forward pass cannot take."""
 
 
+class GateError(TrellisbankError):
+    """A measured figure that does not keep to what the configuration asks for."""
+
+
 class QuantizeError(TrellisbankError):
     """Weights that cannot be encoded."""
 

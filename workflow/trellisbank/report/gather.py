@@ -27,7 +27,7 @@ class Run:
     `manifest` is the source's; `releases` holds a plan and its receipt each, in the order of the
     plans given. The tables: `matrices` one line an encoded matrix, `layers` one line a layer of the
     source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel),
-    `floors` by panel.
+    `floors` by panel, `verdicts` by release.
     """
 
     manifest: dict[str, Any]
@@ -37,6 +37,7 @@ class Run:
     hessians: pd.DataFrame
     comparisons: list[dict[str, Any]]
     floors: dict[str, dict[str, Any]]
+    verdicts: dict[str, dict[str, Any]]
     scores: dict[tuple[str, str], pd.DataFrame]
     versions: dict[str, list[str]]
     code: dict[str, list[str]]
@@ -53,6 +54,7 @@ def gather(
     hessians: Paths,
     comparisons: Paths,
     floors: Paths,
+    verdicts: Paths,
     scores: Paths,
     records: Paths,
 ) -> Run:
@@ -77,6 +79,7 @@ def gather(
             left out because a value was not finite) and `rank_deficiency` (null if the matrix is
             not finite).
         comparisons: As `bootstrap.compare_files` writes them.
+        verdicts: As `gates.judge` writes them.
         floors: The same, of the source with its sums in another order: one a panel.
         scores: As `scores.write_table` writes them.
         records: Records of jobs, any number: `rule`, `code`, `versions`.
@@ -100,6 +103,7 @@ def gather(
         layers=_layers(captures),
         hessians=_hessians(hessians),
         comparisons=[_read(path) for path in comparisons],
+        verdicts={_get(item, "recipe", path): item for path in verdicts for item in [_read(path)]},
         floors={_get(item, "panel", path): item for path in floors for item in [_read(path)]},
         scores={(names["release"], names["panel"]): table for table, names in tables},
         versions={name: sorted(found) for name, found in sorted(versions.items())},
