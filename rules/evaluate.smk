@@ -186,3 +186,32 @@ rule check_reference:
         "Is the source's NLL on panel {wildcards.panel} what it must be?"
     script:
         "../workflow/scripts/check_reference.py"
+
+
+# What a reader of the release needs to recompute its loss; hard links, so it takes no room here.
+rule certificate:
+    input:
+        receipt=rules.finish_release.output.receipt,
+        rows=expand("<run>/rows/{panel}.safetensors", panel=PANELS),
+        hidden=expand("<run>/forward/source/{panel}/hidden.safetensors", panel=PANELS),
+        scores=expand(rules.score.output.table, panel=PANELS, allow_missing=True),
+        comparison=expand(rules.compare.output.comparison, panel=PANELS, allow_missing=True),
+        floor_scores=expand(rules.score_floor.output.table, panel=PANELS),
+        floor=expand(rules.compare_floor.output.comparison, panel=PANELS),
+    output:
+        certificate="<run>/certificate/{recipe}/certificate.json",
+        record="<run>/provenance/certificate/{recipe}.json",
+    log:
+        "<run>/logs/certificate/{recipe}.log",
+    benchmark:
+        "<run>/benchmarks/certificate/{recipe}.tsv"
+    conda:
+        "../envs/cpu.yaml"
+    params:
+        code=code("certificate"),
+        release=lambda wildcards: f"{RUN}/release/{wildcards.recipe}",
+        panels=list(PANELS),
+    message:
+        "Certificate of release {wildcards.recipe}"
+    script:
+        "../workflow/scripts/certificate.py"

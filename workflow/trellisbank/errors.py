@@ -94,6 +94,10 @@ class ReleaseError(TrellisbankError):
     """A release that cannot be made or does not hold what it states."""
 
 
+class CertificateError(TrellisbankError):
+    """A certificate that does not hold what it states."""
+
+
 class AuditError(TrellisbankError):
     """A chain of records that does not hold together."""
 
