@@ -30,6 +30,8 @@ rule all:
     default_target: True
     input:
         rules.report.output.page,
+        expand(rules.certificate.output.certificate, recipe=RECIPES),
+        rules.enforce_gates.output.passed if settings["gates"]["strict"] else [],
 
 
 rule captures:

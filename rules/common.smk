@@ -34,6 +34,8 @@ except TrellisbankError as trouble:
 
 RUN = f"{settings['results']}/{settings['run']}"
 CALIBRATION, PANELS, RECIPES = settings["calibration"], settings["panels"], settings["recipes"]
+# Panels on which the source's NLL is known beforehand.
+BELIEVED = [name for name, panel in settings["panels"].items() if "source_nll" in panel]
 SPLITS = [f"split{number}" for number in range(CALIBRATION["splits"])]
 SHARDS = [shard.removesuffix(".safetensors") for shard in SOURCE.shards]
 LAYERS = [f"L{layer:02d}" for layer in range(MODEL.num_hidden_layers)]
@@ -61,6 +63,12 @@ PROBED = {name: probed_lists(name, recipe) for name, recipe in RECIPES.items()}
 BASELINES = baselines(RECIPES)
 
 
+# Forwards of the source: as the model is meant, and with its sums in another order. What the two
+# differ by is the noise floor of every comparison.
+FLOOR = "floor"
+OF_SOURCE = ("source", FLOOR)
+
+
 pathvars:
     run=RUN,
 
@@ -76,7 +84,7 @@ wildcard_constraints:
     baseline="|".join(map(re.escape, RECIPES)),
     base="|".join(map(re.escape, BASES)),
     wanted="|".join(re.escape(name) for names in WANTED.values() for name in names),
-    checkpoint="|".join(map(re.escape, ["source", *RECIPES])),
+    checkpoint="|".join(map(re.escape, [*OF_SOURCE, *RECIPES])),
 
 
 def code(script):
@@ -122,7 +130,7 @@ def state_before(folder):
 
 def weights_of(wildcards):
     """What must be checked before a layer's weights are read: shards, or the whole release."""
-    if wildcards.get("checkpoint", "source") == "source":
+    if wildcards.get("checkpoint", "source") in OF_SOURCE:
         first = [] if before(wildcards.layer) else [EMBED_SHARD]
         shards = LAYER_SHARDS[wildcards.layer] + first
         return expand(rules.verify_shard.output.receipt, shard=shards)
@@ -132,12 +140,12 @@ def weights_of(wildcards):
 def checkpoint_folder(wildcards):
     """Folder of the checkpoint that a forward reads."""
     name = wildcards.get("checkpoint", "source")
-    return settings["source"] if name == "source" else f"{RUN}/release/{name}"
+    return settings["source"] if name in OF_SOURCE else f"{RUN}/release/{name}"
 
 
 def head_of(wildcards):
     """What must be checked before norm and head are read."""
-    if wildcards.get("checkpoint", "source") == "source":
+    if wildcards.get("checkpoint", "source") in OF_SOURCE:
         return expand(rules.verify_shard.output.receipt, shard={HEAD_SHARD, NORM_SHARD})
     return f"<run>/receipts/{wildcards.checkpoint}/verify.json"
 

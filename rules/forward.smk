@@ -23,6 +23,7 @@ rule capture:
         code=code("capture"),
         checkpoint=checkpoint_folder,
         layer=lambda wildcards: number(wildcards.layer),
+        wide=lambda wildcards: wildcards.get("checkpoint") == FLOOR,
         device=settings["forward"]["device"],
     message:
         "Run {wildcards.split} through {wildcards.layer} of the source and keep the FFN inputs"

@@ -4,6 +4,8 @@
 
 rule want_base:
     input:
+        # Nothing is encoded for a source whose forward is not believed.
+        reference=expand("<run>/gates/reference/{panel}.json", panel=BELIEVED),
         manifest=rules.inspect_source.output.manifest,
         statistics=lambda wildcards: (
             statistics_of(BASES[wildcards.base]) if "method" in BASES[wildcards.base] else []

@@ -11,6 +11,7 @@ rule report:
         captures=expand(rules.capture.output.stats, split=SPLITS, layer=LAYERS),
         hessians=expand(rules.hessians.output.receipt, layer=LAYERS),
         comparisons=expand(rules.compare.output.comparison, recipe=RECIPES, panel=PANELS),
+        floors=expand(rules.compare_floor.output.comparison, panel=PANELS),
         contests=[
             path
             for recipe, baseline in BASELINES.items()
@@ -21,6 +22,7 @@ rule report:
                 panel=PANELS,
             )
         ],
+        verdicts=expand(rules.judge.output.verdict, recipe=RECIPES),
         scores=expand(rules.score.output.table, recipe=RECIPES, panel=PANELS),
         records=expand(
             rules.encode.output.record,

@@ -17,6 +17,7 @@ from trellisbank.report.figures import kl_by_position
 from trellisbank.report.gather import error_by_layer, gather, layer_rates
 from trellisbank.report.page import (
     contests,
+    findings,
     format_bytes,
     format_number,
     worries,
@@ -72,7 +73,7 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
         "tensor_bytes": 14_000_000,
     }
     files = {name: [] for name in ("plans", "receipts", "ledgers", "captures", "hessians")}
-    files |= {"comparisons": [], "scores": [], "records": []}
+    files |= {"comparisons": [], "floors": [], "verdicts": [], "scores": [], "records": []}
     routed = random.dirichlet(np.full(experts, 2.5), layers) * 3 * 16384
     routed[layers - 1, experts - 1] = 4
     for layer in range(layers):
@@ -157,6 +158,9 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
         }
         files["plans"].append(write(folder / f"plan/{rate}.json", plan))
         files["receipts"].append(write(folder / f"receipts/{rate}.json", receipt))
+        verdict = folder / f"verdicts/{rate}"
+        write(verdict, {"recipe": name, "verdict": None, "lines": []})
+        files["verdicts"].append(verdict)
         for panel in ("code", "prose"):
             table = folder / f"scores/{rate}.{panel}.parquet"
             scores = score_table(random, rate, windows, length)
@@ -165,6 +169,11 @@ def make_run(folder, *, layers=6, experts=16, releases=None, windows=8, length=6
             comparison = folder / f"comparisons/{rate}.{panel}.json"
             compare_files(table, comparison, seed=0, draws=200)
             files["comparisons"].append(comparison)
+    for panel in ("code", "prose"):
+        table, floor = (folder / f"{kind}/floor.{panel}" for kind in ("scores", "floors"))
+        write_table(table, score_table(random, 9, windows, length), release="floor", panel=panel)
+        compare_files(table, floor, seed=0, draws=200)
+        files["floors"].append(floor)
     record = {
         "rule": "encode",
         "code": "c0ffee",
@@ -256,6 +265,39 @@ def test_page_shows_every_layer_release_and_panel(page, arguments):
         for quantity in ("kl", "nll_source"):
             assert format_number(comparison["quantities"][quantity]["low"]) in text
     assert "200 bootstrap draws" in text and "seed 0" in text
+
+
+def test_first_paragraph_says_verdicts_and_what_is_worse_than_uniform(compared, tmp_path):
+    assert findings(read(compared)) == []
+    judged = write(
+        tmp_path / "verdict",
+        {
+            "recipe": "k3",
+            "verdict": "reject",
+            "lines": [{"panel": "code", "quantity": "kl", "verdict": "reject"}],
+        },
+    )
+    data = read(compared | {"verdicts": [judged]})
+    difference = data.comparisons[-2]["quantities"]["kl_difference"]
+    data.releases[1]["plan"]["method"] = "uniform"
+    difference |= {"mean": -0.02, "low": -0.03, "high": -0.01}
+    verdict, worse = findings(data)
+    assert verdict == {"text": "k3: reject (kl on code reject).", "bad": True}
+    assert worse["bad"] and "k3 is worse than uniform rates" in worse["text"]
+    assert "0.0200 nats/token more KL, beyond chance" in worse["text"]
+    difference["high"] = 0.01
+    assert not findings(data)[1]["bad"]
+
+
+def test_noise_floor_stands_in_every_table_of_losses(page, compared, arguments, tmp_path):
+    for path in arguments["floors"]:
+        low = json.loads(path.read_text())["quantities"]["kl"]["low"]
+        assert format_number(low) in " ".join(Outline(page).text)
+    assert page.count("Noise floor</th>") == 2
+    both = write_report(tmp_path, **compared).read_text()
+    assert both.count("Noise floor</th>") == 3
+    without = write_report(tmp_path, **arguments | {"floors": []}).read_text()
+    assert "oise floor" not in without
 
 
 @pytest.fixture(scope="module")

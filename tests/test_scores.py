@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from trellisbank.checkpoint import Checkpoint
 from trellisbank.errors import ForwardError
 from trellisbank.evaluate import scores
-from trellisbank.evaluate.scores import Head, score_files, score_tokens, summarize
+from trellisbank.evaluate.scores import Head, score_files, score_tokens
+from trellisbank.evaluate.summary import MEASURES, summarize
 from trellisbank.safetensors_io import write_tensors
 
 
@@ -45,6 +46,10 @@ def dense_reference(hidden_a, head_a, hidden_b, head_b, ids):
         "kl": (log_p.exp() * (log_p - log_q)).sum(-1),
         "kl_reverse": (log_q.exp() * (log_q - log_p)).sum(-1),
         "agree": log_p.argmax(-1) == log_q.argmax(-1),
+        "best_probability": log_p.amax(-1).exp(),
+        "best_rank": ((log_q > log_q.gather(-1, log_p.argmax(-1, keepdim=True))).sum(-1) + 1).clamp(
+            max=6
+        ),
         "rank_source": (log_p > true_p).sum(-1) + 1,
         "rank_release": (log_q > true_q).sum(-1) + 1,
         "p_true_difference": true_q.exp() - true_p.exp(),
@@ -69,10 +74,10 @@ def test_agrees_with_a_dense_fp64_reference(
     table = score_tokens(*arms, token_block=token_block, vocabulary_block=vocabulary_block)
     reference = dense_reference(*arms)
     assert len(table) == rows * (length - 1)
-    for name in ("nll_source", "nll_release", "kl", "kl_reverse", "p_true_difference"):
+    for name in [*MEASURES, "best_probability"]:
         np.testing.assert_allclose(table[name], reference[name], atol=2e-5, err_msg=name)
     # Equal fp64 logits may round apart in fp32 and the other way round; ranks then move by one.
-    for name in ("rank_source", "rank_release"):
+    for name in ("rank_source", "rank_release", "best_rank"):
         assert np.mean(table[name] != reference[name]) <= 0.1, name
 
 
@@ -87,10 +92,10 @@ def test_ranks_and_agreement_are_exact_where_logits_are():
     reference = dense_reference(*arms, ids)
     for token_block, vocabulary_block in ((512, 4096), (7, 11), (1, 1)):
         table = score_tokens(*arms, ids, token_block=token_block, vocabulary_block=vocabulary_block)
-        for name in ("agree", "rank_source", "rank_release"):
+        for name in ("agree", "best_rank", "rank_source", "rank_release"):
             np.testing.assert_array_equal(table[name], reference[name], err_msg=name)
         # Whole numbers leave no rounding in the logits: only that of fp64 sums remains.
-        for name in scores.MEASURES:
+        for name in MEASURES:
             np.testing.assert_allclose(table[name], reference[name], atol=1e-12, err_msg=name)
     assert table["row"].tolist() == np.repeat(np.arange(4), 29).tolist()
     assert table["position"].tolist() == list(range(1, 30)) * 4
@@ -130,6 +135,7 @@ def test_values_that_are_not_finite_are_counted_and_never_left_out():
     bad = table[~np.isfinite(table["kl"])]
     assert bad[["row", "position"]].values.tolist() == [[1, 3], [2, 5]]
     assert not bad["agree"].any()
+    assert (bad["best_rank"] == 0).all()
     assert (bad["rank_release"] == 0).all() and (bad["rank_source"] > 0).all()
     summary = summarize(table)
     assert summary["non_finite_tokens"] == 2
@@ -156,6 +162,47 @@ def test_summary():
     assert summary["kl"]["median"] == pytest.approx(np.median(table["kl"]))
     assert summary["kl"]["max"] == table["kl"].max()
     assert summary["top1_agreement"] == table["agree"].mean()
+    shares = list(summary["best_among_top"].values())
+    assert shares == sorted(shares) and shares[0] == (table["best_rank"] == 1).mean()
+
+
+def test_buckets_part_the_tokens():
+    table = score_tokens(*random_arms(6, rows=4, length=40))
+    summary = summarize(table)
+    for name in ("by_position", "by_confidence"):
+        lines = summary[name]
+        assert sum(line["tokens"] for line in lines) == summary["tokens"]
+        mean = sum(line["kl"] * line["tokens"] for line in lines) / summary["tokens"]
+        assert mean == pytest.approx(summary["kl"]["mean"])
+        assert [line["below"] for line in lines[:-1]] == [line["from"] for line in lines[1:]]
+    assert [line["tokens"] for line in summary["by_position"]] == [4 * 15, 4 * 24]
+    early = table[table["position"] < 16]
+    assert summary["by_position"][0]["top1_agreement"] == early["agree"].mean()
+
+
+def test_statistics_of_llama_perplexity_by_their_definitions():
+    table = score_tokens(*random_arms(9, rows=5, length=20))
+    found = summarize(table)["llama_perplexity"]
+    own, base = table["nll_release"], table["nll_source"]
+    value = {name: figure["value"] for name, figure in found.items()}
+    error = {name: figure.get("error") for name, figure in found.items()}
+    assert value["Mean PPL(Q)"] == pytest.approx(np.exp(own.mean()))
+    assert value["Mean PPL(Q)/PPL(base)"] == pytest.approx(np.exp((own - base).mean()))
+    assert value["Cor(ln(PPL(Q)), ln(PPL(base)))"] == pytest.approx(100 * own.corr(base))
+    assert error["Mean ln(PPL(Q)/PPL(base))"] == pytest.approx((own - base).sem())
+    # By linear propagation, which the difference of two small errors must agree with.
+    gradient = np.exp(own.mean()) * (own - own.mean()) - np.exp(base.mean()) * (base - base.mean())
+    assert error["Mean PPL(Q)-PPL(base)"] == pytest.approx(gradient.sem())
+    assert error["Mean KLD"] == pytest.approx(table["kl"].sem())
+    assert value["Median KLD"] == pytest.approx(table["kl"].median())
+    assert value["99.9% KLD"] == pytest.approx(table["kl"].quantile(0.999))
+    change = 100 * table["p_true_difference"]
+    assert value["0.1% Δp"] == pytest.approx(change.quantile(0.001))
+    assert value["RMS Δp"] == pytest.approx(np.sqrt((change**2).mean()))
+    assert error["RMS Δp"] == pytest.approx((change**2).sem() / (2 * value["RMS Δp"]))
+    assert value["Same top p"] == pytest.approx(100 * table["agree"].mean())
+    assert error["Same top p"] == pytest.approx(100 * table["agree"].sem())
+    assert len(found) == 6 + 12 + 16
 
 
 @pytest.mark.parametrize(

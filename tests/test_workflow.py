@@ -15,7 +15,11 @@ import pytest
 import yaml
 
 from cut import cut_checkpoint
-from trellisbank.files import blake3_file
+from trellisbank.errors import CertificateError
+from trellisbank.evaluate.bootstrap import compare_files
+from trellisbank.evaluate.certificate import check_certificate
+from trellisbank.evaluate.scores import read_table, write_table
+from trellisbank.files import blake3_file, digest_json, write_json
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.slow
@@ -114,6 +118,8 @@ def test_everything_is_there_and_the_source_is_as_it_was(clone):
     report = json.loads((run / "receipts/main/repack-report.json").read_text())
     assert report["dropped"]["tensors"] == 2 * 4 * 6
     compared = json.loads((run / "compare/main/code.json").read_text())["quantities"]
+    floor = json.loads((run / "compare/floor/code.json").read_text())["quantities"]
+    assert 0 < floor["kl"]["mean"] < compared["kl"]["mean"] / 2
     assert compared["kl"]["low"] > 0
     # States are temporary; what is dear or small stays.
     assert not list(run.glob("forward/**/*.state.safetensors"))
@@ -127,6 +133,43 @@ def test_no_path_of_this_machine_is_in_what_is_shipped(clone):
     for path in (clone.folder / "results/cut/release/main").rglob("*"):
         if path.is_file():
             assert str(clone.folder).encode() not in path.read_bytes(), path
+
+
+def test_a_certificate_is_recomputed_and_what_was_changed_is_found(clone, tmp_path):
+    run = clone.folder / "results/cut"
+    release, folder = run / "release/main", tmp_path / "certificate"
+    shutil.copytree(run / "certificate/main", folder)
+    (line,) = check_certificate(folder, release=release)
+    assert line["equal_scores"] and line["kl"]["low"] < line["kl_again"] < line["kl"]["high"]
+
+    scores = folder / "code/scores.parquet"
+    table, names = read_table(scores)
+    better = table.assign(kl=table["kl"] / 2)
+    write_table(scores, better, release=names["release"], panel=names["panel"])
+    with pytest.raises(CertificateError, match=r"(?s)not the one that was certified.*scores"):
+        check_certificate(folder)
+    restate(folder)
+    with pytest.raises(CertificateError, match="does not follow from its score table"):
+        check_certificate(folder)
+    compare_files(scores, folder / "code/comparison.json", seed=0, draws=200)
+    restate(folder)
+    (line,) = check_certificate(folder)  # consistent in itself
+    with pytest.raises(CertificateError, match="does not give the scores of its certificate"):
+        check_certificate(folder, release=release)
+    with pytest.raises(CertificateError, match="repack-report"):
+        other = tmp_path / "other"
+        shutil.copytree(release, other)
+        (other / "repack-report.json").write_text("{}")
+        check_certificate(folder, release=other)
+
+
+def restate(folder):
+    """What a forger does: new hashes over changed files."""
+    path = folder / "certificate.json"
+    content = json.loads(path.read_text())
+    del content["hash"]
+    content["files"] = {name: blake3_file(folder / name) for name in content["files"]}
+    write_json(path, content | {"hash": digest_json(content)})
 
 
 def test_one_job_at_a_time_gives_the_same_bytes(clone, tmp_path):

@@ -15,6 +15,7 @@ def main(job):
         state_after=job.output.state,
         stats=job.output.stats,
         capture=job.output.get("capture"),
+        wide=job.params.wide,
         device=job.params.device,
     )
 

@@ -22,6 +22,8 @@ def main(job):
         hessians=job.input.hessians,
         comparisons=[*job.input.comparisons, *job.input.contests],
         scores=job.input.scores,
+        floors=job.input.floors,
+        verdicts=job.input.verdicts,
         records=job.input.records,
     )
 

@@ -15,7 +15,7 @@ def main(job):
         job.input.rows,
         job.output.table,
         job.output.summary,
-        release_name=job.wildcards.recipe,
+        release_name=job.params.name,
         panel=job.wildcards.panel,
     )
 

@@ -115,6 +115,16 @@ def _parser() -> argparse.ArgumentParser:
         "--device", type=_device, default="cpu", help="torch device (default: %(default)s)"
     )
 
+    added = command("certificate", _certificate, "Recompute what a KL certificate states.")
+    added.add_argument("action", choices=["check"], help="check: recompute and compare")
+    added.add_argument("folder", type=Path, help="the certificate")
+    added.add_argument(
+        "--release", type=Path, help="folder of the release, to run it and score it again"
+    )
+    added.add_argument(
+        "--device", type=_device, default="cpu", help="torch device (default: %(default)s)"
+    )
+
     added = command("plan", _plan, "Choose rates from ledgers under a budget.")
     added.add_argument(
         "ledger", type=Path, nargs="+", help="encoded/*/L??.B??.json of a run, or a table (.csv)"
@@ -370,6 +380,15 @@ def _score(options: argparse.Namespace) -> None:
             panel=options.rows.stem,
         )
     print(json.dumps(summary, indent=1, sort_keys=True))
+
+
+def _certificate(options: argparse.Namespace) -> None:
+    from trellisbank.evaluate.certificate import check_certificate
+
+    checked = check_certificate(
+        options.folder, release=options.release, device=options.device, progress=_progress
+    )
+    print(json.dumps(checked, indent=1))
 
 
 if __name__ == "__main__":

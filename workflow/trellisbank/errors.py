@@ -78,6 +78,10 @@ class ForwardError(TrellisbankError):
     """Rows or states that the forward pass cannot take."""
 
 
+class GateError(TrellisbankError):
+    """A measured figure that does not keep to what the configuration asks for."""
+
+
 class QuantizeError(TrellisbankError):
     """Weights that cannot be encoded."""
 
@@ -88,6 +92,10 @@ class PlanError(TrellisbankError):
 
 class ReleaseError(TrellisbankError):
     """A release that cannot be made or does not hold what it states."""
+
+
+class CertificateError(TrellisbankError):
+    """A certificate that does not hold what it states."""
 
 
 class AuditError(TrellisbankError):

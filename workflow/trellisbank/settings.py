@@ -108,7 +108,7 @@ def _cross_check(settings: dict[str, Any], file: str) -> None:
     names = list(settings["panels"]) + list(settings["recipes"])
     for name in names:
         taken = (
-            name in ("source", "probe")
+            name in ("source", "probe", "floor")
             or name.startswith(("split", "base"))
             or name.endswith(".draft")
         )
@@ -117,7 +117,8 @@ def _cross_check(settings: dict[str, Any], file: str) -> None:
                 "A panel or recipe has a name that is taken.",
                 file=file or None,
                 key=name,
-                expected="names other than source, probe, split..., base..., ....draft, used once",
+                expected="names used once, other than source, probe, floor, split..., base..., "
+                "....draft",
                 fix=f"rename {name!r} in the configuration",
             )
     run = os.path.join(settings["results"], settings["run"])

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from scipy.stats import DegenerateDataWarning, bootstrap
 
 from trellisbank.errors import ForwardError
-from trellisbank.evaluate.scores import finite_number, read_table
+from trellisbank.evaluate.scores import read_table
+from trellisbank.evaluate.summary import finite_number
 from trellisbank.files import write_json
 
 SCHEMA = "trellisbank/comparison/1"

@@ -18,7 +18,8 @@ import torch
 from trellisbank.bank import GROUPS, Bank
 from trellisbank.checkpoint import Checkpoint, open_checkpoint, overlay
 from trellisbank.errors import PlanError
-from trellisbank.evaluate.scores import checkpoint_head, finite_number, score_tokens
+from trellisbank.evaluate.scores import checkpoint_head, score_tokens
+from trellisbank.evaluate.summary import finite_number
 from trellisbank.files import blake3_file, write_json
 from trellisbank.model.config import ModelConfig, model_config
 from trellisbank.model.forward import advance, check_rows, finish

@@ -21,11 +21,12 @@ import torch
 
 from trellisbank.checkpoint import Checkpoint, open_checkpoint
 from trellisbank.errors import ForwardError
+from trellisbank.evaluate.summary import summarize
 from trellisbank.files import atomic_write, canonical_json, write_json
 from trellisbank.rows import read_ids
 from trellisbank.safetensors_io import map_tensor, read_header, read_rows, read_tensor
 
-SCHEMA = "trellisbank/score/1"
+SCHEMA = "trellisbank/score/2"
 UNITS = {
     "row": "window of the panel, from 0",
     "position": "position of the scored token in its window, from 1",
@@ -35,11 +36,15 @@ UNITS = {
     "kl": "nats, KL(source || release)",
     "kl_reverse": "nats, KL(release || source)",
     "agree": "same most probable token",
+    "best_rank": "rank in the release of the source's most probable token, from 1; "
+    "6: sixth or lower; 0 where the logits are not finite",
+    "best_probability": "probability, of the source's most probable token",
     "rank_source": "rank of the scored token, from 1; 0 where the logits are not finite",
     "rank_release": "rank of the scored token, from 1; 0 where the logits are not finite",
     "p_true_difference": "probability, release - source",
 }
-MEASURES = ["nll_source", "nll_release", "kl", "kl_reverse", "p_true_difference"]
+LISTED = 5
+"""Ranks up to this are told apart."""
 # The forward takes its NLL from fp32 logits in one piece; 1e-3 nats is far above what another
 # order of the sums changes and far below what hidden states of other rows give.
 FORWARD_NLL_TOLERANCE = 1e-3
@@ -68,6 +73,8 @@ class _Arm:
     cross: torch.Tensor  # fp64: sum of exp(logit - maximum) * (logit - the other model's logit)
     best: torch.Tensor  # int64: the first token that has the largest logit
     larger: torch.Tensor  # int64: tokens whose logit is above the true token's
+    other: torch.Tensor  # fp32: the other model's logit of this one's first largest
+    top: torch.Tensor  # fp32 [tokens, LISTED]: the largest logits
 
 
 def score_tokens(
@@ -87,7 +94,7 @@ def score_tokens(
     hence a KL of exactly 0. Nothing is clamped: rounding may leave a KL a few 1e-16 below 0.
 
     Memory beside the arguments, in bytes: at most width (20 token_block + 10 vocabulary_block)
-    + 60 token_block vocabulary_block + 150 tokens (0.4 GB at width 5120 and 131,072 tokens).
+    + 60 token_block vocabulary_block + 200 tokens (0.4 GB at width 5120 and 131,072 tokens).
 
     Args:
         hidden_source: Final hidden states, after the final norm: bf16 [rows, S, width].
@@ -194,6 +201,8 @@ def _start(
         cross=torch.zeros(tokens, dtype=torch.float64),
         best=torch.zeros(tokens, dtype=torch.int64),
         larger=torch.zeros(tokens, dtype=torch.int64),
+        other=torch.zeros(tokens),
+        top=torch.full((tokens, LISTED), -math.inf),
     )
 
 
@@ -221,7 +230,12 @@ def _absorb(arm: _Arm, block: slice, own: torch.Tensor, other: torch.Tensor, fir
     highest, column = own.max(dim=1)
     before = arm.maximum[block]
     maximum = torch.maximum(before, highest.double())
-    arm.best[block] = torch.where(highest > before, column + first, arm.best[block])
+    rises = highest > before
+    arm.best[block] = torch.where(rises, column + first, arm.best[block])
+    counterpart = other.gather(1, column[:, None])[:, 0]
+    arm.other[block] = torch.where(rises, counterpart, arm.other[block])
+    listed = own.topk(min(LISTED, own.shape[1]), dim=1).values
+    arm.top[block] = torch.cat([arm.top[block], listed], dim=1).topk(LISTED, dim=1).values
     shrink = torch.exp(before - maximum)
     mass = torch.exp(own.double() - maximum[:, None])
     arm.maximum[block] = maximum
@@ -243,6 +257,7 @@ def _table(source: _Arm, release: _Arm, ids: torch.Tensor) -> pd.DataFrame:
         torch.where(good, arm.larger + 1, 0)
         for good, arm in zip(finite, (source, release), strict=True)
     ]
+    best_rank = 1 + (release.top > source.other[:, None]).sum(dim=1)
     shift = log_sum[0] - log_sum[1]
     columns = {
         "row": torch.arange(rows).repeat_interleave(length - 1).int(),
@@ -253,67 +268,13 @@ def _table(source: _Arm, release: _Arm, ids: torch.Tensor) -> pd.DataFrame:
         "kl": source.cross / source.mass - shift,
         "kl_reverse": release.cross / release.mass + shift,
         "agree": (source.best == release.best) & finite[0] & finite[1],
+        "best_rank": torch.where(finite[0] & finite[1], best_rank, 0).int(),
+        "best_probability": torch.exp(source.maximum - log_sum[0]),
         "rank_source": rank[0].int(),
         "rank_release": rank[1].int(),
         "p_true_difference": torch.exp(-nll[1]) - torch.exp(-nll[0]),
     }
     return pd.DataFrame({name: column.numpy() for name, column in columns.items()})
-
-
-def summarize(table: pd.DataFrame) -> dict[str, Any]:
-    """Summarize a table of `score_tokens` over all its tokens.
-
-    Returns:
-        Windows, tokens; per KL direction mean, median, p90, p95, p99, p99_9 and max (nats; linear
-        interpolation); mean NLL of both (nats/token), their difference and perplexities (the
-        exponential of the mean) with their ratio; RMS of the true token's probability difference;
-        top-1 agreement (share of tokens); tokens with a value that is not finite, and tokens with
-        a negative KL or NLL. A figure with a value that is not finite in it is None: such values
-        are counted, never left out.
-    """
-    values = {name: table[name].to_numpy(np.float64) for name in MEASURES}
-    finite = np.logical_and.reduce([np.isfinite(column) for column in values.values()])
-    nll = {side: float(values[f"nll_{side}"].mean()) for side in ("source", "release")}
-    summary: dict[str, Any] = {
-        "windows": int(table["row"].nunique()),
-        "tokens": len(table),
-        "nll": {
-            "source": finite_number(nll["source"]),
-            "release": finite_number(nll["release"]),
-            "difference": finite_number(nll["release"] - nll["source"]),
-        },
-        "perplexity": {
-            "source": finite_number(np.exp(nll["source"])),
-            "release": finite_number(np.exp(nll["release"])),
-            "ratio": finite_number(np.exp(nll["release"] - nll["source"])),
-        },
-        "rms_p_true_difference": finite_number(
-            np.sqrt(np.square(values["p_true_difference"]).mean())
-        ),
-        "top1_agreement": float(table["agree"].mean()),
-        "non_finite_tokens": int((~finite).sum()),
-        "negative_tokens": {
-            name: int((values[name] < 0).sum())
-            for name in ("nll_source", "nll_release", "kl", "kl_reverse")
-        },
-    }
-    for name in ("kl", "kl_reverse"):
-        p50, p90, p95, p99, p99_9 = np.percentile(values[name], [50, 90, 95, 99, 99.9])
-        summary[name] = {
-            "mean": finite_number(values[name].mean()),
-            "median": finite_number(p50),
-            "p90": finite_number(p90),
-            "p95": finite_number(p95),
-            "p99": finite_number(p99),
-            "p99_9": finite_number(p99_9),
-            "max": finite_number(values[name].max()),
-        }
-    return summary
-
-
-def finite_number(value: Any) -> float | None:
-    """Return a float for JSON, which has no NaN and no infinities."""
-    return float(value) if math.isfinite(value) else None
 
 
 def checkpoint_head(checkpoint: Checkpoint) -> Head:

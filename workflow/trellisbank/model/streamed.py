@@ -36,6 +36,7 @@ def stream_layer(
     state_after: Pathlike,
     stats: Pathlike,
     capture: Pathlike | None = None,
+    wide: bool = False,
     device: str = "cpu",
 ) -> None:
     """Take a state file through one layer.
@@ -50,6 +51,8 @@ def stream_layer(
         state_after: Written: the state after this layer.
         stats: Written: routing counts, gain and non-finite counts as JSON.
         capture: Written unless None: `ffn_input`, `route_indices`, `route_weights`.
+        wide: Linear maps are fp32 products of the same numbers instead of bf16 ones: another
+            order of the same operations, from which the noise floor of a comparison is taken.
         device: torch device.
 
     Raises:
@@ -61,7 +64,8 @@ def stream_layer(
     ids = read_ids(rows)
     check_rows(cfg, ids, Path(rows))
     before = load_before(opened, cfg, layer, ids, state_before, device)
-    after, captured = advance(opened, cfg, layer, ids, before)
+    dtype = torch.float32 if wide else torch.bfloat16
+    after, captured = advance(opened, cfg, layer, ids, before, dtype)
     save_state(Path(state_after), after, layer)
     if capture is not None:
         tensors = {name: getattr(captured, name) for name in CAPTURED}

@@ -26,7 +26,8 @@ class Run:
 
     `manifest` is the source's; `releases` holds a plan and its receipt each, in the order of the
     plans given. The tables: `matrices` one line an encoded matrix, `layers` one line a layer of the
-    source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel).
+    source (routing), `hessians` one line an expert and group. `scores` is keyed (release, panel),
+    `floors` by panel, `verdicts` by release.
     """
 
     manifest: dict[str, Any]
@@ -35,6 +36,8 @@ class Run:
     layers: pd.DataFrame
     hessians: pd.DataFrame
     comparisons: list[dict[str, Any]]
+    floors: dict[str, dict[str, Any]]
+    verdicts: dict[str, dict[str, Any]]
     scores: dict[tuple[str, str], pd.DataFrame]
     versions: dict[str, list[str]]
     code: dict[str, list[str]]
@@ -50,6 +53,8 @@ def gather(
     captures: Paths,
     hessians: Paths,
     comparisons: Paths,
+    floors: Paths,
+    verdicts: Paths,
     scores: Paths,
     records: Paths,
 ) -> Run:
@@ -74,6 +79,8 @@ def gather(
             left out because a value was not finite) and `rank_deficiency` (null if the matrix is
             not finite).
         comparisons: As `bootstrap.compare_files` writes them.
+        verdicts: As `gates.judge` writes them.
+        floors: The same, of the source with its sums in another order: one a panel.
         scores: As `scores.write_table` writes them.
         records: Records of jobs, any number: `rule`, `code`, `versions`.
 
@@ -96,6 +103,8 @@ def gather(
         layers=_layers(captures),
         hessians=_hessians(hessians),
         comparisons=[_read(path) for path in comparisons],
+        verdicts={_get(item, "recipe", path): item for path in verdicts for item in [_read(path)]},
+        floors={_get(item, "panel", path): item for path in floors for item in [_read(path)]},
         scores={(names["release"], names["panel"]): table for table, names in tables},
         versions={name: sorted(found) for name, found in sorted(versions.items())},
         code={name: sorted(found) for name, found in sorted(code.items())},

@@ -38,6 +38,8 @@ def write_report(
     hessians: Paths,
     comparisons: Paths,
     scores: Paths,
+    floors: Paths = (),
+    verdicts: Paths = (),
     records: Paths = (),
 ) -> Path:
     """Write `index.html` from the small files of a run. The same files give the same bytes.
@@ -60,6 +62,8 @@ def write_report(
         hessians: Receipts of the Hessians of each layer.
         comparisons: Comparisons of each release and panel, with the source or among releases.
         scores: Score tables of each release and panel.
+        floors: Comparison of the source with itself, its sums in another order, for each panel.
+        verdicts: Verdicts on each release.
         records: Records of jobs, from which versions and code digests are taken.
 
     Returns:
@@ -76,6 +80,8 @@ def write_report(
         captures=captures,
         hessians=hessians,
         comparisons=comparisons,
+        floors=floors,
+        verdicts=verdicts,
         scores=scores,
         records=records,
     )
@@ -98,6 +104,7 @@ def write_report(
         data=data,
         quality=_quality(data),
         against=contests(data),
+        findings=findings(data),
         worries=worries(data, few_tokens),
         layers=_layer_lines(data, errors),
         figures=_figures(data, errors, published, few_tokens),
@@ -174,6 +181,42 @@ def contests(data: Run) -> list[dict[str, Any]]:
             item["quantities"]["kl_difference"]["mean"] or 0.0,
         ),
     )
+
+
+def findings(data: Run) -> list[dict[str, Any]]:
+    """Return what the first paragraph has to say of each release, in their order.
+
+    Returns:
+        `text` and `bad`: the verdict of the gates where there are any; and for a release that is
+        worse than a uniform one of the same layout and budget, that it is.
+    """
+    found = []
+    for item in data.releases:
+        judged = data.verdicts.get(item["name"])
+        if judged and judged["verdict"]:
+            failed = [line for line in judged["lines"] if line["verdict"] != "accept"]
+            why = "; ".join(
+                f"{line['quantity']} on {line['panel']} {line['verdict']}" for line in failed
+            )
+            found.append(
+                {
+                    "text": f"{item['name']}: {judged['verdict']}" + (f" ({why})." if why else "."),
+                    "bad": judged["verdict"] == "reject",
+                }
+            )
+    for item in contests(data):
+        difference = item["quantities"]["kl_difference"]["mean"]
+        if item["method"] == "uniform" and difference is not None and difference < 0:
+            sure = "the interval leaves room for chance" if item["inside"] else "beyond chance"
+            found.append(
+                {
+                    "text": f"{item['baseline']} is worse than uniform rates ({item['release']}) "
+                    f"on panel {item['panel']}: {format_number(-difference)} nats/token more KL, "
+                    f"{sure}.",
+                    "bad": not item["inside"],
+                }
+            )
+    return found
 
 
 def worries(data: Run, few_tokens: int) -> list[dict[str, Any]]:
