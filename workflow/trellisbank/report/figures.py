@@ -97,7 +97,9 @@ def draw(name: str, caption: str, paint: Callable[[Axes], None]) -> Figure:
         paint(axes)
         handles, labels = axes.get_legend_handles_labels()
         if labels:
-            columns = len(labels) if len(labels) <= 5 else 4
+            # Some 75 letters stand in a line, six of them in a label's marker and gap.
+            fitting = max(1, 75 // (6 + max(map(len, labels))))
+            columns = min(len(labels) if len(labels) <= 5 else 4, fitting)
             canvas.legend(handles, labels, loc="outside upper left", ncols=columns)
         buffer = io.StringIO()
         nothing = {"Date": None, "Creator": None, "Format": None, "Type": None}
@@ -428,13 +430,17 @@ def kl_by_method(points: Sequence[Mapping[str, Any]], panel: str, layout: str) -
 
     def paint(axes: Axes) -> None:
         methods = sorted({point["method"] for point in points})
-        # Equal sizes would put the intervals on top of one another.
-        apart = 0.015 * max(1.0, np.ptp([point["bits"] for point in points]))
+        # Equal sizes would put the intervals on top of one another; the axis is wide beside the
+        # steps that keep them apart.
+        bits = [point["bits"] for point in points]
+        low, high = min(bits) - 0.25, max(bits) + 0.25
+        apart = 0.03 * (high - low)
         for index, method in enumerate(methods):
             mine = sorted((p for p in points if p["method"] == method), key=lambda p: p["bits"])
             shift = apart * (index - (len(methods) - 1) / 2)
             mine = [{**point, "bits": point["bits"] + shift} for point in mine]
             _bars(axes, mine, COLOURS[index % len(COLOURS)], MARKERS[index % len(MARKERS)], method)
+        axes.set_xlim(low, high)
         axes.set_xlabel("stored bits a weight of the routed experts")
         axes.set_ylabel("KL(source || release), nats/token")
         _plain_log(axes)
